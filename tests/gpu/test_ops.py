@@ -108,11 +108,14 @@ def test_products_repeat_bit_for_bit(ops):
 @pytest.mark.parametrize("tokens", [1, 5, 64, 777])
 @pytest.mark.parametrize("heads, kv_heads, dim", HEADS)
 @pytest.mark.parametrize("norm", ["", "head", "rotated"])
-def test_rope_and_store(ops, tokens, heads, kv_heads, dim, norm):
-    blocks, block_size = 80, 16
-    qkv = randn(tokens, (heads + 2 * kv_heads) * dim)
+@pytest.mark.parametrize("part", [1, 4])
+def test_rope_and_store(ops, tokens, heads, kv_heads, dim, norm, part):
+    """Of whole heads, and of a quarter, where the product has other columns behind the values."""
+    blocks, block_size, width = 80, 16, (heads + 2 * kv_heads) * dim
+    qkv = randn(tokens, width + (part - 1) * dim)[:, :width]
     positions = torch.randint(0, 5000, (tokens,), device="cuda", dtype=torch.int32)
-    angles = torch.outer(torch.arange(5000.0), 1 / 1e4 ** (torch.arange(0, dim, 2) / dim)).cuda()
+    rotated = dim // part
+    angles = torch.outer(torch.arange(5000.0), 1 / 1e4 ** (torch.arange(0, rotated, 2) / rotated)).cuda()
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
     caches = [randn(blocks, block_size, kv_heads, dim) for _ in range(2)]
     locations = torch.randperm(blocks * block_size, device="cuda")[:tokens].int()
@@ -120,9 +123,9 @@ def test_rope_and_store(ops, tokens, heads, kv_heads, dim, norm):
     expected_caches = [cache.clone() for cache in caches]
     arguments = (locations, q_norm, k_norm, 1e-6, heads, kv_heads)
     torch.cuda.synchronize()
-    rotated = {"norm_rotated": norm == "rotated"}
-    expected = torch_ops.rope_and_store(qkv, positions, cos_sin, *expected_caches, *arguments, **rotated)
-    actual = ops.rope_and_store(qkv, positions, cos_sin, *caches, *arguments, **rotated)
+    late = {"norm_rotated": norm == "rotated"}
+    expected = torch_ops.rope_and_store(qkv, positions, cos_sin, *expected_caches, *arguments, **late)
+    actual = ops.rope_and_store(qkv, positions, cos_sin, *caches, *arguments, **late)
     assert_close(actual, expected)
     assert_close(caches[0], expected_caches[0])
     assert torch.equal(caches[1], expected_caches[1])

@@ -57,19 +57,14 @@ def _ramp(rope: Rope, scaling: YarnScaling) -> Tensor:
     return ((torch.arange(rope.dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
 
 
-def cos_sin(rope: Rope | None, max_positions: int, head_dim: int | None = None) -> Tensor:
-    """[max_positions, D] float32: cosines in the first D/2 columns, sines in the last. Values of heads of
-    head_dim (default: rope.dim) beyond those that are rotated, or without a rope all, have an angle of 0."""
-    rotated = rope.dim if rope is not None else 0
-    rest = (head_dim or rotated) // 2 - rotated // 2
-    positions = torch.arange(max_positions, dtype=torch.float32)
-    cos, sin = torch.ones(max_positions, rest), torch.zeros(max_positions, rest)
-    if rope is not None:
-        angles = torch.outer(positions, inv_freq(rope, max_positions))
-        magnitude = getattr(rope.scaling, "magnitude", 1.0)
-        cos = torch.cat((angles.cos() * magnitude, cos), dim=-1)
-        sin = torch.cat((angles.sin() * magnitude, sin), dim=-1)
-    return torch.cat((cos, sin), dim=-1)
+def cos_sin(rope: Rope | None, max_positions: int) -> Tensor:
+    """[max_positions, rope.dim] float32: cosines in the first half of the columns, sines in the last; without
+    a rope no columns."""
+    if rope is None:
+        return torch.empty(max_positions, 0)
+    angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inv_freq(rope, max_positions))
+    magnitude = getattr(rope.scaling, "magnitude", 1.0)
+    return torch.cat((angles.cos() * magnitude, angles.sin() * magnitude), dim=-1)
 
 
 def query_scales(beta: float, every: int, max_positions: int) -> Tensor:

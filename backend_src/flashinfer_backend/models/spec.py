@@ -33,11 +33,13 @@ Activation = Literal["silu", "gelu_tanh", "relu2"]
 class Source(NamedTuple):
     """A module of the checkpoint, by its name within the layer, and the part of its matrix that is stored.
     Several sources can be parts of one module. order: of the rows within each head, as they are stored; ():
-    as they are in the checkpoint."""
+    as they are in the checkpoint. turn: (index, count) of one of `count` sources that ranks have whole, each
+    an equal number; None: ranks divide its rows."""
 
     module: str
     part: Part
     order: tuple[int, ...] = ()
+    turn: tuple[int, int] | None = None
 
     @property
     def rows(self) -> int:
@@ -93,10 +95,13 @@ class Product:
         """One rank's share. Where there are fewer grains than ranks, several ranks have the same."""
         if self.cut is None or shard.size == 1:
             return self
-        return replace(self, sources=tuple(self._share(source, shard) for source in self.sources))
+        own = [self._share(source, shard) for source in self.sources if _has(source, shard)]
+        return replace(self, sources=tuple(own))
 
     def _share(self, source: Source, shard: Shard) -> Source:
         part = source.part
+        if source.turn is not None:
+            return source
         if self.cut == "rows":
             part = part._replace(rows=_own(part.rows, self.grain, shard))
         else:
@@ -190,6 +195,15 @@ class Norm(NamedTuple):
     def share(self, shard: Shard) -> Norm:
         """One rank's share."""
         return self._replace(rows=_own(self.own, self.grain, shard)) if self.grain else self
+
+
+def _has(source: Source, shard: Shard) -> bool:
+    """Whether a rank has some of a source."""
+    if source.turn is None:
+        return True
+    index, count = source.turn
+    own = _own(slice(0, count), 1, shard)
+    return own.start <= index < own.stop
 
 
 def _own(rows: slice, grain: int, shard: Shard) -> slice:
@@ -526,9 +540,14 @@ class ModelSpec:
         return Product(name, (Source(module, part),), "rows", role, padding=count - (last - first))
 
     @property
+    def attentions(self) -> list[FullAttention]:
+        """Those of all layers."""
+        return [layer.mixer for layer in self.layers]
+
+    @property
     def attention(self) -> FullAttention:
         """That of every layer: caches and kernels have one shape of heads."""
-        return self.layers[0].mixer
+        return self.attentions[0]
 
     @property
     def mlp(self) -> Gated:

@@ -38,8 +38,8 @@ class Layer(nn.Module):
     """One decoder layer: a weight for each of its spec's products and norms, by their names, and what is
     computed with them, before and after attention.
 
-    cos_sin[positions, D]: the table of its rotary embedding. kv_scales: the checkpoint's, of keys and values
-    in a cache of e4m3.
+    cos_sin[positions, rotated values]: the table of its rotary embedding. kv_scales: the checkpoint's, of
+    keys and values in a cache of e4m3.
     """
 
     input_norm: nn.Parameter | None
@@ -236,8 +236,8 @@ class Transformer(nn.Module):
         self.device = torch.device(device)
         self.collectives = ALONE
         mixers = [layer.mixer for layer in spec.layers]
-        dims = {mixer.rope: mixer.head_dim for mixer in mixers}
-        tables = {rope: cos_sin(rope, max_seq_len, dim).to(self.device) for rope, dim in dims.items()}
+        ropes = {mixer.rope for mixer in mixers}
+        tables = {rope: cos_sin(rope, max_seq_len).to(self.device) for rope in ropes}
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self.dtype).item()
         self._own_tokens = spec.embedding.sources[0].part.rows
         self.embed_tokens = parameter(spec.embedding.shape, self.dtype, self.device)

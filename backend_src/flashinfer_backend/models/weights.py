@@ -174,7 +174,7 @@ def of_product(product: Product, weight: Weight, prefix: str = "") -> dict[str, 
     """What fills a product's weight. Rows of padding become zeros at once."""
     targets: dict[str, Stored] = {}
     start = 0
-    for module, part, order in product.sources:
+    for module, part, order, _ in product.sources:
         own = slice(start, start := start + part.rows.stop - part.rows.start)
         fills = f"{prefix}{product.name}, rows {own.start}:{own.stop}"
         found = weight.format.reads(weight, own, part)
@@ -197,7 +197,7 @@ def _of_stack(product: Product, weight: Weight, prefix: str, biased: bool) -> di
     """What fills a stacked product's weight: the experts' matrices transposed, [E, K, N], or in MXFP4 not
     transposed; and biases [E, N], which become zeros unless the product is `biased` on this rank. The N rows
     of an expert's sources take turns."""
-    (module, part, _), count = product.sources[0], product.experts
+    (module, part, *_), count = product.sources[0], product.experts
     turns = len(product.sources) // count
     rows = slice(part.rows.start * turns, part.rows.stop * turns)
     (height, width), name = (part.whole[0] * turns, part.whole[1]), f"{prefix}{module}"

@@ -148,9 +148,12 @@ def experts_add(
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the two halves of each head (GPT-NeoX pairing): x[T, heads, D], cos and sin [T, 1, D/2] f32."""
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    """Rotate the two halves of each head's first values (GPT-NeoX pairing): x[T, heads, D], cos and sin
+    [T, 1, R/2] float32 for the first R."""
+    rotated = 2 * cos.shape[-1]
+    first, second = x[..., :rotated].float().chunk(2, dim=-1)
+    turned = first * cos - second * sin, second * cos + first * sin
+    return torch.cat((*(part.to(x.dtype) for part in turned), x[..., rotated:]), dim=-1)
 
 
 def rope_and_store(
@@ -171,11 +174,11 @@ def rope_and_store(
 ) -> Tensor:
     """Rotate Q and K, write K and V to their places and return Q as [T, Hq, D], in `out` when given.
 
-    qkv[T, (Hq + 2 Hkv) D]; positions[T] int32; cos_sin[max_pos, D] float32 with the cosines in the first D/2
-    columns and the sines in the last; k_cache and v_cache [blocks, P, Hkv, D], contiguous; cache_locations[T]
-    int32, block * P + offset. q_norm[D] and k_norm[D] (Qwen3) are per-head RMSNorm weights applied before the
-    rotation (norm_rotated: behind it), or None. kv_scales: what K and V are divided by in a cache of e4m3;
-    others store them as they are.
+    qkv[T, (Hq + 2 Hkv) D], whose rows can have a stride; positions[T] int32; cos_sin[max_pos, R] float32 for
+    the first R values of a head, with cosines in the first R/2 columns and sines in the last; k_cache and
+    v_cache [blocks, P, Hkv, D], contiguous; cache_locations[T] int32, block * P + offset. q_norm[D] and
+    k_norm[D] (Qwen3) are per-head RMSNorm weights applied before the rotation (norm_rotated: behind it), or
+    None. kv_scales: what K and V are divided by in a cache of e4m3; others store them as they are.
     """
     tokens, head_dim = qkv.shape[0], k_cache.shape[-1]
     q, k, v = qkv.view(tokens, -1, head_dim).split((num_heads, num_kv_heads, num_kv_heads), dim=1)

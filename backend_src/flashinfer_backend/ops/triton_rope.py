@@ -17,15 +17,34 @@ from flashinfer_backend.ops.triton_fp8 import to_e4m3
 
 
 @triton.jit
-def _head_norm(first, second, weight, offsets, mask, eps, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, dtype):
-    # The normalised value is rounded before the weight, and after it, as in ops.torch_ops.rms_norm.
+def _norm_scale(first, second, eps, HEAD_DIM: tl.constexpr):
     square = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
-    scale = tl.rsqrt(square / HEAD_DIM + eps)[:, None]
-    w_first = tl.load(weight + offsets, mask=mask, other=0.0)[None, :]
-    w_second = tl.load(weight + HALF + offsets, mask=mask, other=0.0)[None, :]
-    first = ((first * scale).to(dtype) * w_first).to(tl.float32)
-    second = ((second * scale).to(dtype) * w_second).to(tl.float32)
-    return first, second
+    return tl.rsqrt(square / HEAD_DIM + eps)[:, None]
+
+
+@triton.jit
+def _normed(values, scale, weight, offsets, mask, dtype):
+    # The normalised value is rounded before the weight, and after it, as in ops.torch_ops.rms_norm.
+    own = tl.load(weight + offsets, mask=mask, other=0.0)[None, :]
+    return ((values * scale).to(dtype) * own).to(tl.float32)
+
+
+@triton.jit
+def _turned(
+    values, heads, weight, scale, angles, offsets, mask, dtype, ROTATED: tl.constexpr, NORM: tl.constexpr
+):
+    # Values of heads at `offsets`, of which the first ROTATED are turned with those half as many behind or
+    # before them. heads: where each begins.
+    PAIR: tl.constexpr = ROTATED // 2
+    leads, turns = offsets < PAIR, mask & (offsets < ROTATED)
+    partner = tl.where(leads, offsets + PAIR, offsets - PAIR)
+    column = tl.where(leads, offsets, offsets - PAIR)
+    other = tl.load(heads + partner[None, :], mask=turns[None, :], other=0.0).to(tl.float32)
+    if NORM:
+        other = _normed(other, scale, weight, partner, turns, dtype)
+    cos = tl.load(angles + column, mask=turns, other=1.0)[None, :]
+    sin = tl.load(angles + PAIR + column, mask=turns, other=0.0)[None, :]
+    return values * cos + tl.where(leads[None, :], -other, other) * sin
 
 
 @triton.jit
@@ -51,15 +70,18 @@ def _rope_and_store(
     k_scale,
     v_scale,
     eps,
+    row_stride,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    ROTATED: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     NORM: tl.constexpr,
     NORM_ROTATED: tl.constexpr,
 ):
     HALF: tl.constexpr = HEAD_DIM // 2
+    EARLY: tl.constexpr = NORM and not NORM_ROTATED
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS
     offsets = tl.arange(0, BLOCK)
@@ -67,39 +89,45 @@ def _rope_and_store(
     heads = tl.arange(0, HEADS)
     position = tl.load(positions + token).to(tl.int64)
     location = tl.load(cache_locations + token).to(tl.int64)
-    cos = tl.load(cos_sin + position * HEAD_DIM + offsets, mask=mask, other=0.0)[None, :]
-    sin = tl.load(cos_sin + position * HEAD_DIM + HALF + offsets, mask=mask, other=0.0)[None, :]
+    angles = cos_sin + position * ROTATED
+    if ROTATED == HEAD_DIM:
+        cos = tl.load(angles + offsets, mask=mask, other=0.0)[None, :]
+        sin = tl.load(angles + HALF + offsets, mask=mask, other=0.0)[None, :]
     gdc_launch_dependents()
     gdc_wait()
-    row = qkv + token * ((Q_HEADS + 2 * KV_HEADS) * HEAD_DIM)
-    source = row + (head + heads)[:, None] * HEAD_DIM + offsets[None, :]
+    begin = qkv + token * row_stride + (head + heads)[:, None] * HEAD_DIM
+    source = begin + offsets[None, :]
     first = tl.load(source, mask=mask[None, :], other=0.0)
     second = tl.load(source + HALF, mask=mask[None, :], other=0.0)
     # HEADS divides both head counts, so a program is all Q, all K or all V.
     if head < Q_HEADS + KV_HEADS:
         dtype = first.dtype
         wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
+        weight, scale = q_norm, None
         if NORM:
             weight = q_norm if head < Q_HEADS else k_norm
-            if not NORM_ROTATED:
-                wide_first, wide_second = _head_norm(
-                    wide_first, wide_second, weight, offsets, mask, eps, HEAD_DIM, HALF, dtype
+        if EARLY:
+            scale = _norm_scale(wide_first, wide_second, eps, HEAD_DIM)
+            wide_first = _normed(wide_first, scale, weight, offsets, mask, dtype)
+            wide_second = _normed(wide_second, scale, weight, HALF + offsets, mask, dtype)
+        if ROTATED == HEAD_DIM:
+            first = (wide_first * cos - wide_second * sin).to(dtype)
+            second = (wide_second * cos + wide_first * sin).to(dtype)
+        else:
+            if ROTATED > 0:
+                wide_first = _turned(
+                    wide_first, begin, weight, scale, angles, offsets, mask, dtype, ROTATED, EARLY
                 )
-        first = (wide_first * cos - wide_second * sin).to(dtype)
-        second = (wide_second * cos + wide_first * sin).to(dtype)
+            if ROTATED > HALF:
+                wide_second = _turned(
+                    wide_second, begin, weight, scale, angles, HALF + offsets, mask, dtype, ROTATED, EARLY
+                )
+            first, second = wide_first.to(dtype), wide_second.to(dtype)
         if NORM and NORM_ROTATED:
-            first, second = _head_norm(
-                first.to(tl.float32),
-                second.to(tl.float32),
-                weight,
-                offsets,
-                mask,
-                eps,
-                HEAD_DIM,
-                HALF,
-                dtype,
-            )
-            first, second = first.to(dtype), second.to(dtype)
+            wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
+            scale = _norm_scale(wide_first, wide_second, eps, HEAD_DIM)
+            first = _normed(wide_first, scale, weight, offsets, mask, dtype).to(dtype)
+            second = _normed(wide_second, scale, weight, HALF + offsets, mask, dtype).to(dtype)
     place = (head + heads)[:, None] * HEAD_DIM + offsets[None, :]
     q_place = token * (Q_HEADS * HEAD_DIM) + place
     k_place = location * (KV_HEADS * HEAD_DIM) + place - Q_HEADS * HEAD_DIM
@@ -127,8 +155,8 @@ def rope_and_store(
     kv_scales: tuple[float, float] = (1.0, 1.0),
     norm_rotated: bool = False,
 ) -> Tensor:
-    """See ops.torch_ops.rope_and_store. One launch; q_norm and k_norm are both given or both None. Caches are
-    of qkv's dtype or of e4m3."""
+    """See ops.torch_ops.rope_and_store. One launch; q_norm and k_norm are both given or both None. Rows of
+    qkv are contiguous. Caches are of qkv's dtype or of e4m3."""
     tokens, head_dim = qkv.shape[0], k_cache.shape[-1]
     if k_cache.dtype not in (qkv.dtype, E4M3):
         raise ValueError(f"this kernel stores keys and values as {qkv.dtype} or {E4M3}, not {k_cache.dtype}")
@@ -152,9 +180,11 @@ def rope_and_store(
         k_scale,
         v_scale,
         eps,
+        qkv.stride(0),
         Q_HEADS=num_heads,
         KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
+        ROTATED=cos_sin.shape[1],
         HEADS=heads,
         BLOCK=triton.next_power_of_2(head_dim // 2),
         NORM=q_norm is not None,

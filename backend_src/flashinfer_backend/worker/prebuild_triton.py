@@ -156,21 +156,21 @@ def call_operations(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) 
     norm = empty(dim) if mixer.qk_norm in ("head", "rotated") else None
     stored = dtype if config.kv_cache_dtype == "auto" else E4M3
     cache = empty(2, block, kv_heads, dim, of=stored), empty(2, block, kv_heads, dim, of=stored)
-    cos_sin = empty(config.max_seq_len, dim, of=torch.float32)
-    qkv = empty(4, (heads + 2 * kv_heads) * dim)
-    rope_and_store(
-        qkv,
-        words(4),
-        cos_sin,
-        *cache,
-        words(4),
-        norm,
-        norm,
-        model.norm_eps,
-        heads,
-        kv_heads,
-        norm_rotated=mixer.qk_norm == "rotated",
-    )
+    qkv = empty(4, mixer.qkv.shape[0])[:, : (heads + 2 * kv_heads) * dim]
+    for rotated in {each.rope.dim if each.rope else 0 for each in model.attentions}:
+        rope_and_store(
+            qkv,
+            words(4),
+            empty(config.max_seq_len, rotated, of=torch.float32),
+            *cache,
+            words(4),
+            norm,
+            norm,
+            model.norm_eps,
+            heads,
+            kv_heads,
+            norm_rotated=mixer.qk_norm == "rotated",
+        )
     table = words(config.max_num_seqs + 1, -(-config.max_seq_len // block))
     last_token = words(config.max_num_seqs + 1)
     step_inputs(words(4), last_token, last_token, table, block, new_blocks=words(4))
@@ -188,7 +188,7 @@ def call_operations(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) 
         most, fp8_cache = config.max_num_seqs, stored == E4M3
         for rows in sorted({min(limit or most, most) for limit, _ in split.config_steps(fp8_cache)}):
             items = split.max_items(rows, kv_heads, fp8_cache)
-            workspace = triton_decode.DecodeWorkspace(rows, items, heads, kv_heads, dim, cos_sin.device)
+            workspace = triton_decode.DecodeWorkspace(rows, items, heads, kv_heads, dim, qkv.device)
             given = words(items, split.ITEM_WORDS), table, workspace, dim**-0.5
             lengths: list[split.Lengths | None] = [None]
             if drafts:  # of each row alone, and of those that are checked with drafts

@@ -216,7 +216,7 @@ class Config:
         rows = heads * head_dim, kv_heads * head_dim, kv_heads * head_dim
         names = ["self_attn." + (fused or name) for name in ("q_proj", "k_proj", "v_proj")]
         found = self.rope(head_dim, theta, partial) if rope is None else self.rope_of(rope, head_dim, theta)
-        order = _pair_order(head_dim, found.dim, neighbours)
+        order = _pair_order(head_dim, found.dim) if neighbours else ()
         qkv = (
             parts(names, rows, hidden)
             if fused
@@ -545,15 +545,10 @@ def _factors(found: dict[str, Any], key: str, count: int) -> tuple[float, ...]:
     return tuple(float(value) for value in values)
 
 
-def _pair_order(head_dim: int, rotated: int, neighbours: bool) -> tuple[int, ...]:
-    """Where a head's rows are taken from, so that each pair that is rotated has one value in either half."""
-    if rotated == head_dim and not neighbours:
-        return ()
-    turned, rest = list(range(rotated)), list(range(rotated, head_dim))
-    half = len(turned) // 2
-    halves = (turned[::2], turned[1::2]) if neighbours else (turned[:half], turned[half:])
-    half = len(rest) // 2
-    return (*halves[0], *rest[:half], *halves[1], *rest[half:])
+def _pair_order(head_dim: int, rotated: int) -> tuple[int, ...]:
+    """Where a head's rows are taken from, so that pairs of neighbours have one value in either half of those
+    that are rotated."""
+    return (*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, head_dim))
 
 
 def parts(modules: Sequence[str], rows: Sequence[int], columns: int) -> list[Source]:
