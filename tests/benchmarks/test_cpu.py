@@ -13,12 +13,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import zmq
 
 from client.wire import EventSplitter, read_stream
 from flashinfer_backend.cache.pool import BlockPool
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.request import Request
 from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.engine.kv_events import KVEvents
 from flashinfer_backend.engine.outputs import accept
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
 from flashinfer_backend.scheduler.scheduler import Scheduler
@@ -29,6 +31,7 @@ from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.transport import protocol
 from flashinfer_backend.transport.seen import SeenTable
 from flashinfer_backend.triton_server.watch import ClientWatch
+from ports import free_ports
 from tests.unit import small_tokenizers
 
 ROWS = 256
@@ -71,6 +74,43 @@ def test_schedule_and_take_in_a_decode_step(benchmark):
 
     outcome = benchmark.pedantic(step, rounds=ROUNDS)
     assert len(outcome.rows) == ROWS
+
+
+@pytest.mark.parametrize("events", [False, True])
+def test_a_prompt_from_start_to_end(benchmark, events):
+    """Of 8192 tokens, one step, whose 512 blocks are cached when it ends, in the place of an older prompt's;
+    with and without the events for a router that subscribes."""
+    endpoint = f"tcp://127.0.0.1:{free_ports(1)[0]}"
+    config = EngineConfig(
+        model_dir="bundled", max_num_seqs=1, max_seq_len=8208, max_input_len=8200, max_num_tokens=8200,
+        kv_events_endpoint=endpoint if events else "none",
+    )  # fmt: skip
+    manager = KVCacheManager([BlockPool(1024)], 16, reuse=True)
+    scheduler = Scheduler(config, manager)
+    published = KVEvents(config, manager, scheduler.table, 0) if events else None
+    rng, sampled = np.random.default_rng(0), np.zeros(1, np.int32)
+
+    def prepared():
+        request = Request(1, rng.integers(0, 32000, 8192, np.int32), SamplingParams(max_tokens=1), 1)
+        request.block_keys = manager.prefix_keys(request.prompt)
+        return (request,), {}
+
+    def one(request):
+        scheduler.submit(request)
+        plan = scheduler.schedule(False)
+        accept(scheduler.table, plan, sampled)
+        scheduler.release(request)
+        if published is not None:
+            published.publish()
+
+    with zmq.Context.instance().socket(zmq.SUB) as router:
+        router.subscribe(b"")
+        router.connect(endpoint)
+        benchmark.pedantic(one, setup=prepared, rounds=100, warmup_rounds=5)
+        if published is not None:
+            assert router.poll(60_000), "a message has come"
+            published.close()
+    assert manager.pools[0].available == 1023
 
 
 def test_pack_and_unpack_a_frame(benchmark):

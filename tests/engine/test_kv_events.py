@@ -15,6 +15,7 @@ import zmq
 
 from engine.harness import serve, start_core
 from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.engine.kv_events import Replay
 from ports import free_ports
 
 
@@ -24,7 +25,7 @@ class Index:
     def __init__(self, endpoint: str) -> None:
         self.blocks: dict[bytes, tuple[tuple[int, ...], bytes | None]] = {}
         self.topics: set[bytes] = set()
-        self.removed, self._next = 0, 0
+        self.removed, self.next = 0, 0
         self._socket = zmq.Context.instance().socket(zmq.SUB)
         self._socket.linger = 0
         self._socket.setsockopt(zmq.SUBSCRIBE, b"kv@")
@@ -33,13 +34,16 @@ class Index:
     def take_in(self) -> None:
         while self._socket.poll(200):
             topic, sequence, data = self._socket.recv_multipart()
-            assert int.from_bytes(sequence, "big") == self._next
-            self._next += 1
+            assert int.from_bytes(sequence, "big") == self.next
+            self.next += 1
             self.topics.add(topic)
-            seconds, events, engine = msgspec.msgpack.decode(data)
-            assert abs(time.time() - seconds) < 60 and engine == 0
-            for event in events:
-                self._take(*event)
+            self.take(data)
+
+    def take(self, data: bytes) -> None:
+        seconds, events, engine = msgspec.msgpack.decode(data)
+        assert abs(time.time() - seconds) < 60 and engine == 0
+        for event in events:
+            self._take(*event)
 
     def _take(self, kind: str, keys: Any = (), before: Any = None, *rest: Any) -> None:
         if kind == "AllBlocksCleared":
@@ -64,7 +68,7 @@ class Index:
 def test_an_index_of_the_events_is_the_cache(tmp_path: Path, monkeypatch: Any) -> None:
     """Prefix hits, eviction, preemption, cancels; and an engine whose subscriber has gone."""
     monkeypatch.setenv("POD_IP", "10.0.0.7")
-    endpoint = f"tcp://127.0.0.1:{free_ports(1)[0]}"
+    endpoint, again = (f"tcp://127.0.0.1:{port}" for port in free_ports(2))
     few = {"max_num_tokens": 32, "max_num_tokens_while_decoding": 32, "max_tokens_in_paged_kv_cache": 256}
     core = start_core(
         Path("bundled"),
@@ -73,9 +77,13 @@ def test_an_index_of_the_events_is_the_cache(tmp_path: Path, monkeypatch: Any) -
         tokens_per_block=16,
         check_invariants=True,
         kv_events_endpoint=endpoint,
+        kv_events_replay_endpoint=again,
         **few,
     )
     index, choose = Index(endpoint), random.Random(5)
+    late = zmq.Context.instance().socket(zmq.DEALER)
+    late.linger = 0
+    late.connect(again)
     time.sleep(0.5)  # until the subscription has come to the engine
     starts = [[choose.randrange(3, 250) for _ in range(60)] for _ in range(4)]
     with serve(core, tmp_path) as client:
@@ -100,14 +108,48 @@ def test_an_index_of_the_events_is_the_cache(tmp_path: Path, monkeypatch: Any) -
     for key, (tokens, before) in index.blocks.items():  # a router may also make keys of its own
         assert len(tokens) == size
         assert manager.prefix_keys(np.array(tokens, np.int32), 0, before or b"") == [key]
+    # What a router gets that has been here from the start, one that comes later can ask for.
+    late.send_multipart([b"short"])
+    late.send_multipart([b"", b"\0" * 7])
+    later, pieces = Index(endpoint), []
+    for first in (0, index.next - 3, index.next):
+        late.send_multipart([b"", first.to_bytes(8, "big")])
+        for number in [*range(first, index.next), 2**64 - 1]:
+            assert late.poll(10_000)
+            empty, sent, data = late.recv_multipart()
+            assert (empty, int.from_bytes(sent, "big")) == (b"", number) and bool(data) == (number < 2**63)
+            if not first and data:
+                later.take(data)
+            pieces.append(data)
+    assert later.blocks == index.blocks and pieces[index.next - 3 : index.next] == pieces[-5:-2]
+    late.close()
+    later.close()
     index.close()
     with serve(core, tmp_path / "later") as client:
         client.generate([starts[0]] * 2, SamplingParams(max_tokens=4))
     core.close()
 
 
-def test_what_cannot_be_bound_is_said() -> None:
+@pytest.mark.parametrize("knob", ["kv_events_endpoint", "kv_events_replay_endpoint"])
+def test_what_cannot_be_bound_is_said(knob: str) -> None:
     with zmq.Context.instance().socket(zmq.PUB) as taken:
         port = taken.bind_to_random_port("tcp://127.0.0.1")
-        with pytest.raises(ValueError, match=f"kv_events_endpoint tcp://127.0.0.1:{port} cannot be bound"):
-            start_core(Path("bundled"), kv_events_endpoint=f"tcp://127.0.0.1:{port}")
+        endpoints = {"kv_events_endpoint": f"tcp://127.0.0.1:{free_ports(1)[0]}"}
+        with pytest.raises(ValueError, match=f"{knob} tcp://127.0.0.1:{port} cannot be bound"):
+            start_core(Path("bundled"), **endpoints | {knob: f"tcp://127.0.0.1:{port}"})
+
+
+def test_messages_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashinfer_backend.engine.kv_events.KEPT", 5)
+    monkeypatch.setattr("flashinfer_backend.engine.kv_events.KEPT_BYTES", 100)
+    router = zmq.Context.instance().socket(zmq.ROUTER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    replay = Replay(router)
+    for number, size in enumerate([30] * 3 + [10] * 6 + [90]):
+        replay.keep(number.to_bytes(8, "big"), b"x" * size)
+    with zmq.Context.instance().socket(zmq.DEALER) as late:
+        late.connect(f"tcp://127.0.0.1:{port}")
+        late.send_multipart([b"", bytes(8)])
+        found = [late.recv_multipart() for _ in range(3)]
+    replay.close()
+    assert [(number[-1], len(data)) for _, number, data in found] == [(8, 10), (9, 90), (255, 0)]

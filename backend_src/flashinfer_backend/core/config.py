@@ -276,6 +276,15 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
             text="an address such as tcp://*:5557",
         ),
     ] = "none"
+    kv_events_replay_endpoint: Annotated[
+        str,
+        Setting(
+            "where request routers ask for messages that they have missed (the latest 64 MiB are kept); engine"
+            " 1 takes the next port, and so on",
+            words=("none",),
+            text="an address such as tcp://*:5558",
+        ),
+    ] = "none"
     kv_events_topic: Annotated[
         str,
         Setting(
@@ -468,10 +477,13 @@ def contradictions(config: EngineConfig, longest_seq_len: int) -> list[str]:
             f"enable_chunked_context=false needs max_num_tokens={budget} to be at least {max_input_len}, "
             f"since a prompt of {input_len} tokens has to fit one step; or set a smaller max_input_len"
         )
-    endpoint = config.kv_events_endpoint
-    if endpoint != "none" and not re.fullmatch(r"tcp://\S+:[0-9]{1,5}", endpoint):
-        problems.append(f"kv_events_endpoint={endpoint} should be tcp://ADDRESS:PORT, or none")
-    if endpoint != "none" and not config.enable_kv_cache_reuse:
+    for name in ("kv_events_endpoint", "kv_events_replay_endpoint"):
+        endpoint = getattr(config, name)
+        if endpoint != "none" and not re.fullmatch(r"tcp://\S+:[0-9]{1,5}", endpoint):
+            problems.append(f"{name}={endpoint} should be tcp://ADDRESS:PORT, or none")
+    if config.kv_events_replay_endpoint != "none" and config.kv_events_endpoint == "none":
+        problems.append("kv_events_replay_endpoint needs kv_events_endpoint, where the messages are sent")
+    if config.kv_events_endpoint != "none" and not config.enable_kv_cache_reuse:
         problems.append("kv_events_endpoint needs enable_kv_cache_reuse=true: else there are no prefixes")
     if config.lora_modules != "none" and not config.max_loras:
         problems.append("lora_modules needs max_loras, the number of adapters that have room on the GPU")

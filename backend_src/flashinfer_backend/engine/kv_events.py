@@ -5,15 +5,21 @@ A message has three frames: the topic, a number that counts messages (8 bytes, b
 [time, events, number of the engine]. Events: ["BlockStored", keys, key before them or nil, token ids, tokens
 of a block, nil, "GPU", adapter or nil], ["BlockRemoved", keys, "GPU"] and ["AllBlocksCleared"]. A key has 16
 bytes.
+
+A router that has missed messages asks for them by the first one's number, on a second socket. It gets the
+number and the third frame of each that is kept, and at the end a message whose third frame is empty.
 https://docs.vllm.ai/en/stable/examples/online_serving/kv_events_subscriber
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import socket as sockets
+import threading
 import time
+from collections import deque
 from typing import Any
 
 import msgspec
@@ -25,9 +31,57 @@ from flashinfer_backend.core.request import Request
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
 from flashinfer_backend.scheduler.slot_table import SlotTable
 
+log = logging.getLogger(__name__)
+
 MEDIUM = "GPU"
 WAITING = 100_000  # messages for a subscriber that does not keep up; later ones are dropped for it
+KEPT, KEPT_BYTES = 10_000, 64 << 20  # messages that can be asked for again, and bytes of them
+END = b"\xff" * 8  # the number of an answer's last message
+CLOSE_S, READS_S = 0.2, 1.0  # until the end is noticed; for a router that asks and does not read
 IP_VARIABLE = "POD_IP"
+
+
+class Replay:
+    """The latest messages, and a thread that sends them again to those who ask."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        """socket: a ROUTER, bound, which is the thread's from now on."""
+        self._socket, self._closed = socket, threading.Event()
+        self._kept: deque[tuple[bytes, bytes]] = deque()
+        self._held = 0
+        self._lock = threading.Lock()
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.SNDTIMEO, round(READS_S * 1000))
+        self._thread = threading.Thread(target=self._serve, name="kv events again", daemon=True)
+        self._thread.start()
+
+    def keep(self, number: bytes, batch: bytes) -> None:
+        with self._lock:
+            self._kept.append((number, batch))
+            self._held += len(batch)
+            while len(self._kept) > KEPT or self._held > KEPT_BYTES:
+                self._held -= len(self._kept.popleft()[1])
+
+    def _serve(self) -> None:
+        while not self._closed.is_set():
+            if not self._socket.poll(round(CLOSE_S * 1000)):
+                continue
+            client, *rest = self._socket.recv_multipart()
+            if len(rest) != 2 or len(rest[1]) != 8:
+                log.warning("a request for KV events is not an empty frame and a number of 8 bytes")
+                continue
+            with self._lock:
+                wanted = [kept for kept in self._kept if kept[0] >= rest[1]]
+            try:
+                for number, batch in [*wanted, (END, b"")]:
+                    self._socket.send_multipart([client, b"", number, batch])
+            except zmq.ZMQError as error:
+                log.warning("KV events could not be sent again: %s", error.strerror)
+        self._socket.close()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
 
 
 class KVEvents:
@@ -42,15 +96,14 @@ class KVEvents:
         self._sequence = 0
         self._topic = topic(config).encode()
         self._encode = msgspec.msgpack.Encoder().encode
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, WAITING)
-        host, _, port = config.kv_events_endpoint.rpartition(":")
-        endpoint = f"{host}:{int(port) + engine}"
-        try:
-            self._socket.bind(endpoint)
-        except zmq.ZMQError as error:
-            raise ValueError(f"kv_events_endpoint {endpoint} cannot be bound: {error.strerror}") from None
+        self._replay: Replay | None = None
+        self._socket = _bound(zmq.PUB, "kv_events_endpoint", config, engine)
+        if config.kv_events_replay_endpoint != "none":
+            try:
+                self._replay = Replay(_bound(zmq.ROUTER, "kv_events_replay_endpoint", config, engine))
+            except ValueError:
+                self._socket.close()
+                raise
         manager.events = self
         manager.pools[0].on_removed = self.removed
 
@@ -83,11 +136,32 @@ class KVEvents:
         if not self._events:
             return
         batch, self._events = self._encode([time.time(), self._events, self._engine]), []
-        self._socket.send_multipart([self._topic, self._sequence.to_bytes(8, "big"), batch])
+        number = self._sequence.to_bytes(8, "big")
+        self._socket.send_multipart([self._topic, number, batch])
+        if self._replay is not None:
+            self._replay.keep(number, batch)
         self._sequence += 1
 
     def close(self) -> None:
         self._socket.close()
+        if self._replay is not None:
+            self._replay.close()
+
+
+def _bound(kind: int, knob: str, config: EngineConfig, engine: int) -> zmq.Socket[bytes]:
+    """A socket on the address of a knob, whose port the engine's number is added to. Raises ValueError."""
+    host, _, port = getattr(config, knob).rpartition(":")
+    endpoint = f"{host}:{int(port) + engine}"
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+    socket.setsockopt(zmq.LINGER, 0)
+    if kind == zmq.PUB:
+        socket.setsockopt(zmq.SNDHWM, WAITING)
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        socket.close()
+        raise ValueError(f"{knob} {endpoint} cannot be bound: {error.strerror}") from None
+    return socket
 
 
 def topic(config: EngineConfig) -> str:
