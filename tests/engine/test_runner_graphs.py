@@ -104,6 +104,7 @@ def test_a_runner_with_graphs_gives_the_tokens_of_one_without(
     for module in (runner, graphs):
         monkeypatch.setattr(module, "MIXED_SIZES", [8, 16, 32, 48])  # of up to 64 tokens of a step
     monkeypatch.setattr(graphs.MixedGraphs, "_layer_seconds", lambda _, size: float(size))
+    monkeypatch.setattr(graphs, "replay_seconds", lambda replay: replay() or 1.0)
     params = [SamplingParams(max_tokens=20 + 4 * i, temperature=0.7 * (i % 2), seed=i) for i in range(12)]
     folder, produced = Path("bundled"), []
     if windows:
@@ -144,6 +145,7 @@ def test_a_runner_with_graphs_has_an_eagle3_head_draft_the_same(tmp_path: Path, 
     for module in (runner, graphs):
         monkeypatch.setattr(module, "MIXED_SIZES", [8, 16, 32, 48])
     monkeypatch.setattr(graphs.MixedGraphs, "_layer_seconds", lambda _, size: float(size))
+    monkeypatch.setattr(graphs, "replay_seconds", lambda replay: replay() or 1.0)
     params = [SamplingParams(max_tokens=40, temperature=0.7 * (i % 2), seed=i, end_id=-1) for i in range(3)]
     drafting = {"speculative_method": "eagle3", "draft_model": "bundled", "max_draft_len": 3}
     produced, steps = [], []

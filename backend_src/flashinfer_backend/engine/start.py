@@ -105,7 +105,7 @@ def start(
         logits_tokens,
         drafts=drafting.proposer.count if drafting is not None else 0,
         history=drafting is not None and drafting.proposer.history,
-        most_drafts=drafting.most if drafting is not None else None,
+        draft_costs=runner.draft_costs,
     )
     events = None
     if config.kv_events_endpoint != "none":

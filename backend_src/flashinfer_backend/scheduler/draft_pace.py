@@ -1,40 +1,119 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When checking drafts pays."""
+"""How many drafts pay: what a step with them costs, against how often they are right."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+
 import numpy as np
 
-WORTH = 0.25  # drafts accepted by a row's step from which on its further tokens cost less than they bring
-FIRST_PAUSE, LONGEST_PAUSE = 16, 256  # steps
-MEMORY = 4  # steps with drafts
+from flashinfer_backend.core.draft_counts import draft_counts, drafted_shapes
+
+Costs = Mapping[tuple[int, int], float]  # (rows, drafts of each) -> seconds of a step
+
+WORTH = 1.02  # tokens per second with drafts, relative to steps without, from which on there are any
+TRIES = 0.005  # of the time, at most, is spent on drafts that were not right of late
+MEMORY = 24.0  # drafts by which a sequence is judged
+FORGETS = 1 / 64  # of that memory, in a step without drafts
+HOPED, LEAST_HOPED = 0.7, 0.35  # chance that a draft of a new sequence is right: at first, and at least
+NEW = 3.0  # drafts that count as seen of a new sequence
+SLOW = 1 / 64  # share of a step in the chance that new sequences are given
+
+
+def unmeasured(rows: int, most: int) -> Costs:
+    """Costs of steps of up to so many rows, where nobody has timed any: those of a device that is busy from
+    64 tokens on."""
+    shapes = drafted_shapes(rows, most)
+    return {
+        (size, count): 1 + size * (1 + count) / 64 + count / 32
+        for size, count in [*((size, 0) for size, _ in shapes), *shapes]
+    }
 
 
 class DraftPace:
-    """Steps have drafts while their rows accept on average WORTH of them a step; a new sequence counts as one
-    that accepts 1. Else one step in FIRST_PAUSE tries, and each try that fails doubles the pause, up to
-    LONGEST_PAUSE steps. It counts the rows together, since all of them wait for each other's tokens."""
+    """Chooses how many drafts each row of a step is given, by the tokens per second that it expects.
 
-    def __init__(self, slots: int) -> None:
-        self._accepted = np.ones(slots, np.float32)  # a step with drafts, of late; by slot
-        self._pause = self._left = FIRST_PAUSE
+    A draft is right with some chance, if all before it are: that of its sequence, as its last drafts were.
+    So a row with k drafts yields 1 + p + ... + p^k tokens. All rows wait for each other's tokens, so their
+    mean counts. Where no number of drafts pays, a step now and then tries some.
+    """
+
+    def __init__(self, slots: int, most: int, costs: Costs | None = None) -> None:
+        """most: drafts of a row. costs: None or without entries if nobody has timed any."""
+        self._counts, self._ratios = relative_costs(costs or unmeasured(slots, most), slots, most)
+        self._chance = np.full(slots, HOPED)
+        self._seen = np.full(slots, NEW)
+        self._usual = HOPED
+        self._saved = 0.0  # steps' time that a try may cost
 
     def begin(self, slot: int) -> None:
         """A sequence has come to a slot."""
-        self._accepted[slot] = 1.0
+        self._chance[slot], self._seen[slot] = max(self._usual, LEAST_HOPED), NEW
 
-    def offers(self, slots: np.ndarray) -> bool:
-        """Whether the step after the one that is being planned, of the same rows, is to have drafts. slots:
-        those that take drafts, one or more."""
-        if self._accepted[slots].mean() >= WORTH:
-            self._pause = self._left = FIRST_PAUSE
-            return True
-        self._left -= 1
-        if self._left:
-            return False
-        self._pause = self._left = min(2 * self._pause, LONGEST_PAUSE)
-        return True
+    def most(self, rows: int) -> int:
+        """The most drafts of each row in a step of so many rows."""
+        able = np.isfinite(self._ratios[rows])
+        return int(self._counts[able].max()) if able.any() else 0
 
-    def checked(self, slots: np.ndarray, accepted: np.ndarray) -> None:
-        """How many drafts the rows of a step accepted; int32 [n] each."""
-        self._accepted[slots] += (accepted - self._accepted[slots]) / MEMORY
+    def offers(self, slots: np.ndarray, rows: int) -> int:
+        """How many drafts each row is to have in the step after the one that is being planned, of the same
+        rows. slots: those of its rows that take drafts."""
+        ratios = self._ratios[rows]
+        if not len(slots) or not np.isfinite(ratios).any():
+            return 0
+        self._seen[slots] = np.maximum(self._seen[slots] * (1 - FORGETS), NEW)
+        count, speed = best_count(self._chance[slots], rows, self._counts, ratios)
+        if speed >= WORTH:
+            self._saved = 0.0
+            return count
+        self._saved += TRIES
+        if self._saved < ratios.min() - 1:
+            return 0
+        count, speed = best_count(np.full(len(slots), HOPED), rows, self._counts, ratios)
+        if speed < WORTH or self._saved < ratios[self._counts == count][0] - 1:
+            return 0
+        self._saved = 0.0
+        return count
+
+    def checked(self, slots: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> None:
+        """How many drafts the rows of a step had, and accepted; int32 [n] each."""
+        tried = accepted + (accepted < drafted)  # those behind a wrong one tell nothing
+        seen = self._seen[slots] + tried
+        self._chance[slots] += (accepted - tried * self._chance[slots]) / seen
+        self._seen[slots] = np.minimum(seen, MEMORY)
+        if total := tried.sum():
+            self._usual += (accepted.sum() / total - self._usual) * SLOW
+
+
+def best_count(chances: np.ndarray, rows: int, counts: np.ndarray, ratios: np.ndarray) -> tuple[int, float]:
+    """Which of `counts` drafts a row gives the most tokens per second, and how many more than none do.
+
+    chances: of each row that takes drafts, that the next one is right. rows: of the step, with those that
+    take none. ratios: what a step with so many drafts costs, relative to one without."""
+    powers = np.broadcast_to(chances, (counts[-1], len(chances))).cumprod(0)
+    tokens = 1 + powers.sum(1).cumsum() / rows
+    speeds = tokens[counts - 1] / ratios
+    best = int(speeds.argmax())
+    return int(counts[best]), float(speeds[best])
+
+
+def relative_costs(costs: Costs, slots: int, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """(counts, ratios): how many drafts there are, int [c] ascending, and what steps of 0 to `slots` rows
+    with so many cost, relative to steps without, float [slots + 1, c]; inf where there are none. A step costs
+    what the next larger one does that was timed."""
+    counts = np.array(draft_counts(1, most))
+    ratios = np.full((slots + 1, len(counts)), math.inf)
+    sizes = {count: sorted(size for size, own in costs if own == count) for count in (0, *counts.tolist())}
+
+    def cost(rows: int, count: int) -> float | None:
+        size = next((size for size in sizes[count] if size >= rows), None)
+        return None if size is None else costs[size, count]
+
+    for rows in range(1, slots + 1):
+        plain = cost(rows, 0)
+        for column, count in enumerate(counts.tolist()):
+            own = cost(rows, count) if count in draft_counts(rows, most) else None
+            if plain and own:
+                ratios[rows, column] = own / plain
+    return counts, ratios

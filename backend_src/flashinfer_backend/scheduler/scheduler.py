@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +21,7 @@ from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.request import Request
 from flashinfer_backend.core.step import NONE, Feeds, NewSequence, StepPlan, Wants
 from flashinfer_backend.scheduler.budget import StepBudget
-from flashinfer_backend.scheduler.draft_pace import DraftPace
+from flashinfer_backend.scheduler.draft_pace import Costs, DraftPace
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager, Update
 from flashinfer_backend.scheduler.request_queue import RequestQueue
 from flashinfer_backend.scheduler.slot_table import SlotTable
@@ -54,13 +53,13 @@ class Scheduler:
         logits_tokens: int | None = None,
         drafts: int = 0,
         history: bool = False,
-        most_drafts: Callable[[int], int] | None = None,
+        draft_costs: Costs | None = None,
     ) -> None:
         """numbers: what was measured on the device; by default, those for devices that nobody has.
         logits_tokens: of a prompt whose logits are wanted, how many a step computes if it may be cut; None:
         as many as of any other. drafts: how many tokens a decode row checks at most besides its own. history:
-        whether the device has to know all tokens of a sequence. most_drafts: how many of the drafts each row
-        checks in a step of so many decode rows; by default all."""
+        whether the device has to know all tokens of a sequence. draft_costs: of steps with drafts, as they
+        were timed."""
         self.config = config
         self.kv_manager = kv_manager
         self.table = SlotTable(config.max_num_seqs, config.max_seq_len, end_ids)
@@ -80,12 +79,11 @@ class Scheduler:
         if drafts and (kv_manager.full is None or kv_manager.windows):
             raise ValueError("drafts need a cache of one group that keeps all tokens")
         self._history = history
-        self._most_drafts = most_drafts or (lambda rows: drafts)
         # By slot: the drafts that the device has behind its last token, and the tokens of its next decode
         # row.
         self._offered = np.zeros(config.max_num_seqs, np.int32)
         self._row_tokens = np.ones(config.max_num_seqs, np.int32)
-        self._pace = DraftPace(config.max_num_seqs)
+        self._pace = DraftPace(config.max_num_seqs, drafts, draft_costs) if drafts else None
         self.drafted_tokens = self.accepted_tokens = 0
         # Blocks that a decode row can need.
         self._blocks_per_decode = -(-(1 + drafts) // config.tokens_per_block)
@@ -173,10 +171,10 @@ class Scheduler:
         step with prompts. No row is planned beyond max_new: a sequence that can have reached it waits until
         its steps are read."""
         slots, table = self.decoding, self.table
-        if not self.drafts or not len(slots):
+        if self._pace is None or not len(slots):
             return
         planned = table.planned_outputs[slots]
-        most = self._most_drafts(len(slots))
+        most = self._pace.most(len(slots))
         drafts = np.minimum(self._offered[slots], table.max_new[slots] - planned - 1).clip(max=most)
         drafts[(planned < table.min_tokens[slots]) | ~table.takes_drafts[slots]] = 0
         if prompts:
@@ -295,7 +293,8 @@ class Scheduler:
         new = min(needed, pool.available - pool.cached)
         self.queue.pop()
         slot = self.table.occupy(request, columns, found * size)
-        self._pace.begin(slot)
+        if self._pace is not None:
+            self._pace.begin(slot)
         updates += self.kv_manager.take(request, reusable[:found], slot)
         if self._history and found:
             cached = request.known_tokens[: found * size]
@@ -435,10 +434,8 @@ class Scheduler:
         adapters, self._adapters = self._adapters, []
         # None for a step that has prompts, as the next one is about to.
         wanted = 0
-        if self.drafts and not self.prefilling:
-            takers = rows[table.takes_drafts[rows]]
-            if len(takers) and self._pace.offers(takers):
-                wanted = self._most_drafts(len(rows))
+        if self._pace is not None and not self.prefilling:
+            wanted = self._pace.offers(rows[table.takes_drafts[rows]], len(rows))
         self._offered[rows] = wanted
         return StepPlan(
             slots=slots,
@@ -468,11 +465,10 @@ class Scheduler:
         table = self.table
         short = plan.samples - kept
         checked = ((kept > 0) & (plan.samples > 1)).nonzero()[0]
-        own, accepted = plan.sample_slots[checked], kept[checked] - 1
-        self._pace.checked(own, accepted)
-        for slot, drafted, right in zip(
-            own.tolist(), (plan.samples[checked] - 1).tolist(), accepted.tolist(), strict=True
-        ):
+        own, drafts, accepted = plan.sample_slots[checked], plan.samples[checked] - 1, kept[checked] - 1
+        assert self._pace is not None
+        self._pace.checked(own, drafts, accepted)
+        for slot, drafted, right in zip(own.tolist(), drafts.tolist(), accepted.tolist(), strict=True):
             request = table.requests[slot]
             assert request is not None
             request.drafted_tokens += drafted

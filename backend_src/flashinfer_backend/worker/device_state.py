@@ -19,10 +19,10 @@ from flashinfer_backend.attention.contract import Mixer, Scores
 from flashinfer_backend.attention.grouped import GroupAttention, GroupedAttention
 from flashinfer_backend.cache.device import KVCache
 from flashinfer_backend.cache.groups import CacheGroup
+from flashinfer_backend.core import draft_counts
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.step import Feeds, StepPlan
 from flashinfer_backend.models.transformer import Taps, Transformer
-from flashinfer_backend.ops import device
 from flashinfer_backend.ops.staging import StagingRing
 from flashinfer_backend.speculate.proposer import Proposer
 
@@ -102,7 +102,7 @@ class DeviceState:
 
         most_drafts = None
         if proposer is not None:
-            most_drafts = functools.partial(device.active().most_drafts, count=proposer.count)
+            most_drafts = functools.partial(draft_counts.most_drafts, most=proposer.count)
         lengths, dtype = (config.max_seq_len, config.max_num_tokens), self.model.dtype
         attentions: list[FlashInferAttention] = []
         for group, cache in zip(self.groups, self.caches, strict=True):

@@ -13,7 +13,6 @@ from torch import Tensor
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.contract import Prepared
 from flashinfer_backend.core.step import Feeds, StepPlan, Wants
-from flashinfer_backend.ops import device
 from flashinfer_backend.speculate.proposer import DraftStep, Proposer
 from flashinfer_backend.worker.device_state import DeviceState
 
@@ -51,16 +50,6 @@ class Drafting:
     def ahead(self) -> int:
         """How many keys beyond a step's own the proposer's layers may see."""
         return self.proposer.count if self.proposer.cache_layers else 0
-
-    def most(self, rows: int) -> int:
-        """How many drafts each row checks at most in a step of so many decode rows."""
-        return device.active().most_drafts(rows, self.proposer.count)
-
-    def sizes(self, rows: int) -> dict[int, int]:
-        """For graphs of steps with drafts, of up to `rows` rows: how many drafts by the number of rows. All
-        steps of up to that many rows and more than the number before check no more."""
-        own = [1, 2, 4, 8, *range(16, rows, 8), *(entry.rows or 1 for entry in device.active().drafts), rows]
-        return {size: self.most(size) for size in sorted(set(own)) if size <= rows and self.most(size)}
 
     def recall(self, plan: StepPlan) -> None:
         """Take in tokens that no step feeds."""

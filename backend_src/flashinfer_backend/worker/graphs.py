@@ -30,7 +30,8 @@ import torch
 
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.contract import Captured, Prepared, StepShape
-from flashinfer_backend.core.step import StepPlan
+from flashinfer_backend.core.draft_counts import draft_counts, drafted_shapes
+from flashinfer_backend.core.step import NONE, Feeds, StepPlan, Wants
 from flashinfer_backend.models.transformer import Taps
 from flashinfer_backend.worker.device_state import DeviceState
 from flashinfer_backend.worker.drafting import Drafting, Fed
@@ -106,7 +107,7 @@ class DecodeGraphs:
     """Captured decode steps; `replay` runs the smallest that fits.
 
     With `drafting`, the end of a step is a second graph, so that rows whose sampling has a state can be
-    sampled between the two; and few rows have a step for as many drafts as they may check.
+    sampled between the two; and there are steps of rows that check drafts (core/draft_counts.py).
     """
 
     def __init__(
@@ -126,18 +127,17 @@ class DecodeGraphs:
         # Inert rows: dummy slot, no new blocks, temperature 0, nothing suppressed.
         self._padding = np.array([[state.dummy_slot], *[[-1]] * groups, [0], [-1]], np.int32)
         self._opened = np.full((groups, state.dummy_slot + 1), -1, np.int32)  # scratch of _upload
-        drafted = drafting.sizes(state.dummy_slot) if drafting is not None else {}
-        self._drafted, self._drafted_sizes = drafted, sorted(drafted)
+        count = drafting.proposer.count if drafting is not None else 0
+        drafted = [(size, 1 + most) for size, most in drafted_shapes(self._sizes[-1], count)]
+        shapes = [*((size, 1) for size in self._sizes), *drafted]
         # One for all sizes: a step's logits are used up before the next step. Rank 0 alone gets any.
-        model = state.model
-        most = max([self._sizes[-1], *(size * (1 + count) for size, count in drafted.items())])
+        model, most = state.model, max(size * feeds for size, feeds in shapes)
         shape = (0 if model.collectives.shard.rank else most, model.spec.outputs)
         self._logits = torch.empty(shape, dtype=model.dtype, device=state.device)
         # The largest first, so that the others fit its memory.
-        shapes = [(size, 1) for size in self._sizes]
-        shapes += [(size, 1 + count) for size, count in drafted.items()]
         shapes.sort(key=lambda shape: shape[0] * shape[1], reverse=True)
         self._captured = {shape: self._capture(*shape, capture) for shape in shapes}
+        self._drafted = sorted(drafted)
 
     @property
     def largest(self) -> int:
@@ -145,17 +145,13 @@ class DecodeGraphs:
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether a graph runs the step: of decode rows alone, not too many of them, nor of drafts."""
-        if plan.num_decodes < plan.num_rows:
-            return False
-        if not len(plan.drafted_rows):
-            return plan.num_rows <= self._sizes[-1]
-        if not self._drafted_sizes or plan.num_rows > self._drafted_sizes[-1]:
-            return False
-        return int(plan.lengths.max()) <= self._shape(plan)[1]
+        return plan.num_decodes == plan.num_rows and self._shape(plan) is not None
 
     def replay(self, plan: StepPlan) -> Replayed:
         """Launch the step, up to its sampled tokens."""
-        captured, rows = self._captured[self._shape(plan)], plan.num_rows
+        shape, rows = self._shape(plan), plan.num_rows
+        assert shape is not None
+        captured = self._captured[shape]
         # Else the graph's own entry is early enough. Where drafts may have been rejected, the device does not
         # know which column the host has opened.
         if self._drafting is not None or not captured.attention.reads_block_table:
@@ -180,7 +176,7 @@ class DecodeGraphs:
             step.tokens[replayed.places] = replayed.tokens
         if not step.tails:
             return None
-        graph, counts = step.tails[max(step.tails) if plan.drafts else 0]
+        graph, counts = step.tails[plan.drafts]
         graph.replay()
         return counts[: plan.num_rows] if len(plan.drafted_rows) else None
 
@@ -188,12 +184,42 @@ class DecodeGraphs:
         """The graph that runs steps of so many rows without drafts."""
         return self._captured[self._sizes[bisect_left(self._sizes, rows)], 1].graph
 
-    def _shape(self, plan: StepPlan) -> tuple[int, int]:
-        """Rows and feeds of the graph that has room for the plan's rows."""
+    def step_seconds(self) -> dict[tuple[int, int], float]:
+        """What steps cost, with drafts and without: (rows, drafts of each) -> seconds of a step that has as
+        many drafts proposed. Writes to what the device keeps of all slots; nobody may have one yet."""
+        sizes = {size for size, _ in self._drafted}
+        timed = [shape for shape in self._captured if shape[1] > 1 or shape[0] in sizes]
+        return {(size, feeds - 1): self._seconds(size, feeds) for size, feeds in timed}
+
+    def _seconds(self, size: int, feeds: int) -> float:
+        state, step = self._state, self._captured[size, feeds]
+        # Tokens that differ, as in a step: they decide how many experts it reads.
+        tokens = torch.randint(state.model.spec.vocab_size, state.last_token.shape, device=state.device)
+        drafts = torch.randint(state.model.spec.vocab_size, state.drafts.shape, device=state.device)
+        each = np.arange(size, dtype=np.int32)
+        plan = _decodes(each, np.full(size, feeds, np.int32))
+        self._upload(plan, size, feeds, step.inputs, step.attention)
+
+        def replay() -> None:
+            state.lengths.zero_()
+            state.last_token.copy_(tokens)
+            state.drafts.copy_(drafts)
+            step.graph.replay()
+            if feeds > 1:
+                step.tails[feeds - 1][0].replay()
+
+        with torch.inference_mode():
+            seconds = replay_seconds(replay)
+            state.lengths.zero_()
+        return seconds
+
+    def _shape(self, plan: StepPlan) -> tuple[int, int] | None:
+        """Rows and feeds of the smallest graph that has room for the plan's rows."""
+        rows = plan.num_rows
         if not len(plan.drafted_rows):
-            return self._sizes[bisect_left(self._sizes, plan.num_rows)], 1
-        size = self._drafted_sizes[bisect_left(self._drafted_sizes, plan.num_rows)]
-        return size, 1 + self._drafted[size]
+            return (self._sizes[bisect_left(self._sizes, rows)], 1) if rows <= self._sizes[-1] else None
+        fed = int(plan.lengths.max())
+        return next((shape for shape in self._drafted if shape[0] >= rows and shape[1] >= fed), None)
 
     def _words(self, size: int, feeds: int) -> int:
         """Of an upload, beside attention's."""
@@ -249,19 +275,7 @@ class DecodeGraphs:
         self._state.staging.send(inputs)
 
     def _capture(self, size: int, feeds: int, capture: GraphCapture) -> DecodeStep:
-        state, none = self._state, np.empty(0, np.int32)
-        empty = StepPlan(
-            slots=none,
-            starts=none,
-            lengths=none,
-            feeds=np.empty(0, np.int8),
-            wants=np.empty(0, np.int8),
-            tokens=none,
-            epochs=np.empty(0, np.int64),
-            temperature=np.empty(0, np.float32),
-            seed=np.empty(0, np.uint64),
-            suppressed=none,
-        )
+        state = self._state
         tokens = size * feeds
         shape = StepShape(tokens, size, feeds)
         own = state.attention.graph_words(shape)
@@ -269,12 +283,15 @@ class DecodeGraphs:
         attention = state.attention.captured(shape, state.block_table, inputs[:own], state.attended_lengths)
         if attention is None:
             raise ValueError("this attention cannot be captured: set cuda_graph_batch_sizes to none")
-        self._upload(empty, size, feeds, inputs, attention)
+        self._upload(_decodes(NONE, NONE), size, feeds, inputs, attention)
         data = inputs[own:]
         graph, outputs = capture(lambda: self._step(data, attention, size, feeds))
         step = DecodeStep(graph, inputs, attention, feeds, outputs[0], self._logits[:tokens], {})
         if self._drafting is not None:
-            for count in sorted({0, self._drafting.most(size)}):
+            # Fewer rows than there is room for may have more drafts.
+            fewest = 1 + max((other for other in self._sizes if other < size), default=0)
+            rows = size if feeds > 1 else fewest
+            for count in (0, *draft_counts(rows, self._drafting.proposer.count)):
                 step.tails[count] = capture(functools.partial(self._tail, step, size, outputs, count))
         capture.sizes += 1
         return step
@@ -459,14 +476,7 @@ class MixedGraphs:
                 self._inputs[0, :size] = torch.arange(size) % self._model.spec.vocab_size
             for each in before:
                 each.replay()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(TIMED_REPLAYS + 1)]
-        graph.replay()
-        for event in events[:-1]:
-            event.record()
-            graph.replay()
-        events[-1].record()
-        torch.cuda.synchronize()
-        return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events)) / 1e3
+        return replay_seconds(graph.replay)
 
     def _piece(self, size: int, index: int, hidden: torch.Tensor | None) -> torch.Tensor:
         """Runs the model's piece before the attention of layer `index`, over the static tensors; returns the
@@ -510,6 +520,35 @@ class MixedGraphs:
 
         graph, hidden = self._capture_graph(lambda: layers(len(self._model.layers)), lambda: layers(1))
         self._full.setdefault(size, []).append(FullStep(rows, graph, attention, hidden))
+
+
+def _decodes(slots: np.ndarray, lengths: np.ndarray) -> StepPlan:
+    """Greedy decode rows of as many tokens, of sequences without any in the cache."""
+    rows = len(slots)
+    return StepPlan(
+        slots=slots,
+        starts=np.zeros(rows, np.int32),
+        lengths=lengths,
+        feeds=np.where(lengths > 1, Feeds.LAST_AND_DRAFTS, Feeds.LAST),
+        wants=np.where(lengths > 1, Wants.NEXT_OF_EACH, Wants.NEXT),
+        tokens=NONE,
+        epochs=np.zeros(rows, np.int64),
+        temperature=np.zeros(rows, np.float32),
+        seed=np.zeros(rows, np.uint64),
+        suppressed=np.full(rows, -1, np.int32),
+    )
+
+
+def replay_seconds(replay: Callable[[], object]) -> float:
+    """Median time on the device of what is launched, back to back."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(TIMED_REPLAYS + 1)]
+    replay()
+    for event in events[:-1]:
+        event.record()
+        replay()
+    events[-1].record()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events)) / 1e3
 
 
 def fastest_sizes(sizes: list[int], seconds: list[float]) -> list[int]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.draft_counts import draft_counts
 from flashinfer_backend.core.progress import telling
 from flashinfer_backend.core.tuned import steps
 from flashinfer_backend.models.spec import Experts, ModelSpec, Product
@@ -186,17 +187,19 @@ def call_operations(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) 
     drafts = 0 if config.speculative_method == "none" else config.max_draft_len
     if config.attention_backend in ("auto", "triton"):
         most, fp8_cache = config.max_num_seqs, stored == E4M3
+        before = 0
         for rows in sorted({min(limit or most, most) for limit, _ in split.config_steps(fp8_cache)}):
             items = split.max_items(rows, kv_heads, fp8_cache)
             workspace = triton_decode.DecodeWorkspace(rows, items, heads, kv_heads, dim, qkv.device)
             given = words(items, split.ITEM_WORDS), table, workspace, dim**-0.5
             lengths: list[split.Lengths | None] = [None]
             if drafts:  # of each row alone, and of those that are checked with drafts
-                fed = {1, 1 + device.active().most_drafts(rows, drafts)}
+                fed = {1} | {1 + n for r in range(before + 1, rows + 1) for n in draft_counts(r, drafts)}
                 lengths = [split.Lengths(last_token, queries) for queries in sorted(fed)]
             for ends, cap in itertools.product(lengths, {layer.mixer.soft_cap for layer in model.layers}):
                 q = empty(rows * (1 if ends is None else ends.queries), heads, dim)
                 triton_decode.decode(q, cache, q, *given, soft_cap=cap, rows=rows, lengths=ends)
+            before = rows
     if drafts:
         _call_drafts(config, words, table, last_token)
 
@@ -206,10 +209,7 @@ def _call_drafts(config: EngineConfig, words: Callable[..., Tensor], table: Tens
     from flashinfer_backend.ops import triton_drafts
 
     drafts = words(len(by_slot), config.max_draft_len)
-    most = {
-        device.active().most_drafts(rows, config.max_draft_len) for rows in range(1, config.max_num_seqs + 1)
-    }
-    for count in sorted(most - {0}):
+    for count in draft_counts(1, config.max_draft_len):
         own = words(4), words(4), 1 + count, by_slot, drafts, by_slot
         triton_drafts.draft_inputs(*own, table, config.tokens_per_block)
     tokens = words(4)
@@ -218,7 +218,7 @@ def _call_drafts(config: EngineConfig, words: Callable[..., Tensor], table: Tens
         history = words(len(by_slot), config.max_seq_len + 1)
         triton_drafts.record_tokens(history, (tokens, tokens, tokens), tokens, by_slot, by_slot)
         sizes = config.max_matching_ngram_size, config.min_matching_ngram_size
-        for count in sorted(most - {0}):
+        for count in draft_counts(1, config.max_draft_len):
             triton_drafts.ngram_drafts(history, tokens, by_slot, count, *sizes)
 
 

@@ -20,6 +20,7 @@ from flashinfer_backend.attention.contract import Prepared
 from flashinfer_backend.cache.device import KVCache
 from flashinfer_backend.cache.groups import CacheGroup
 from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.draft_counts import drafted_shapes
 from flashinfer_backend.core.progress import telling
 from flashinfer_backend.core.step import StepOutput, StepPlan
 from flashinfer_backend.models.transformer import Transformer
@@ -97,6 +98,7 @@ class Runner:
         self.mixed_graphs: MixedGraphs | None = None
         # The same of steps in which a row has an adapter.
         self.adapted_graphs: tuple[DecodeGraphs | None, MixedGraphs | None] = None, None
+        self.draft_costs: dict[tuple[int, int], float] = {}  # DecodeGraphs.step_seconds, once captured
         self.others: OtherRanks | None = None  # of rank 0, once they wait for plans
 
     def capture_graphs(self, sizes: list[int]) -> None:
@@ -105,7 +107,9 @@ class Runner:
         gc.collect()
         gc.disable()  # destroying an old graph while a new one is captured would spoil the capture
         capture, state = GraphCapture(), self.state
-        total = (len(set(sizes)) + len(MIXED_SIZES)) * (1 if self.adapters is None else 2)
+        drafts = self.drafting.proposer.count if self.drafting is not None else 0
+        total = len(set(sizes)) + len(drafted_shapes(max(sizes), drafts)) + len(MIXED_SIZES)
+        total *= 1 if self.adapters is None else 2
         try:
             with telling(lambda: f"captured the graphs of {capture.sizes} of {total} sizes of steps"):
                 self.graphs = DecodeGraphs(state, sizes, capture, self.drafting)
@@ -117,6 +121,9 @@ class Runner:
                     )
         finally:
             gc.enable()
+        if drafts:
+            self.draft_costs = self.graphs.step_seconds()
+            log.info("decode steps in ms, by rows and drafts of each: %s", _shown(self.draft_costs))
         log.info("captured the graphs in %.1f s", time.monotonic() - began)
 
     @torch.inference_mode()
@@ -326,3 +333,10 @@ class Runner:
                 if self.device.type == "cuda":
                     torch.cuda.synchronize()  # raises where the device, not the row, is what failed
                 failed.append((row, f"{type(error).__name__}: {error}"))
+
+
+def _shown(costs: dict[tuple[int, int], float]) -> str:
+    by_rows: dict[int, list[str]] = {}
+    for (rows, count), seconds in sorted(costs.items()):
+        by_rows.setdefault(rows, []).append(f"{count}: {seconds * 1e3:.2f}")
+    return "; ".join(f"{rows} ({', '.join(each)})" for rows, each in by_rows.items())

@@ -274,14 +274,6 @@ class Scheduling(_Data, frozen=True):
     slow_step_ms: int | None
 
 
-class Drafts(_Data, frozen=True, omit_defaults=True):
-    """The most drafts that each row checks in a step of up to `rows` decode rows, and beyond the entry
-    before; None: for all more, or as many as there are."""
-
-    rows: int | None
-    most: int | None
-
-
 class Tuned(_Data, frozen=True, omit_defaults=True):
     """What was measured on one device. measured: with what, as name -> version or remark, for readers.
 
@@ -316,7 +308,6 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
     fp8_scaled_by_cublas: int | None = None
     fp8_gated_linear: GatedLinear | None = None
     int4: Table[Int4Tile] = {}
-    drafts: tuple[Drafts, ...] = (Drafts(4, None), Drafts(16, 3), Drafts(32, 1), Drafts(None, 0))
 
     def __post_init__(self) -> None:
         layers = tuple(role for role in ROLES if role != "head")
@@ -330,21 +321,10 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
             ("decode_attention", get_args(Cache), True),
         ):
             _check_table(name, getattr(self, name), keys, whole)
-        rows = [math.inf if entry.rows is None else entry.rows for entry in self.drafts]
-        if rows != sorted(set(rows)) or rows[-1:] != [math.inf]:
-            raise ValueError(f"rows of drafts should rise, and the last one be null: not {rows}")
-        drafts = [math.inf if entry.most is None else entry.most for entry in self.drafts]
-        if drafts != sorted(drafts, reverse=True):
-            raise ValueError(f"most of drafts should fall with the rows, not be {drafts}")
         for entry in self.experts["blocks"]:
             tiles = [tile for _, tile in entry.steps if tile is not None]
             if (most := max(block.rows for tile in tiles for block in (tile.gate_up, tile.down))) > 128:
                 raise ValueError(f"rows of experts.blocks should be at most 128, not {most}")
-
-    def most_drafts(self, rows: int, count: int) -> int:
-        """How many of `count` drafts each row checks in a step of `rows` decode rows."""
-        entry = next(entry for entry in self.drafts if entry.rows is None or rows <= entry.rows)
-        return count if entry.most is None else min(count, entry.most)
 
 
 def _check_table(name: str, table: Table[Any], keys: Sequence[str], whole: bool) -> None:
