@@ -279,8 +279,8 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     kv_events_replay_endpoint: Annotated[
         str,
         Setting(
-            "where request routers ask for messages that they have missed (the latest 64 MiB are kept); engine"
-            " 1 takes the next port, and so on",
+            "where request routers ask for messages that they have missed (the latest 64 MiB are kept);"
+            " engine 1 takes the next port, and so on",
             words=("none",),
             text="an address such as tcp://*:5558",
         ),
