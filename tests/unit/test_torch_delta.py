@@ -9,13 +9,17 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_next import modeling_qwen3_next as reference
 
 from flashinfer_backend.ops import torch_delta
+from flashinfer_backend.ops.torch_delta import DeltaRows, DeltaStates, DeltaWeights
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, WIDTH = 2, 4, 16, 24, 4
 CHANNELS = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
 SLOTS = 5
+EPS = 1e-6
 LENGTHS = [1, 1, 150, 64, 3]  # of rows, two of one token in front
 CUTS = [1, 2, 63, 64, 65, 100]
 
@@ -139,3 +143,102 @@ def test_norm_is_that_of_the_reference() -> None:
     x, gate, norm = x.bfloat16(), gate.bfloat16(), norm.bfloat16()
     found = torch_delta.gated_norm(x, gate, norm.weight.data, 1e-5)
     assert torch.equal(found, norm(x, gate))
+
+
+def layer_weights() -> DeltaWeights:
+    torch.manual_seed(1)
+    gates = torch.randn(VALUE_HEADS), torch.randn(VALUE_HEADS)
+    return DeltaWeights(torch.randn(CHANNELS, WIDTH), *gates, 1 + 0.1 * torch.randn(VALUE_DIM), EPS)
+
+
+def layer_inputs(tokens: int, seed: int = 0) -> list[Tensor]:
+    """qkv, z, a, b of tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = CHANNELS, VALUE_HEADS * VALUE_DIM, VALUE_HEADS, VALUE_HEADS
+    return [torch.randn(tokens, size, generator=generator) for size in sizes]
+
+
+def make_states(drafts: int = 0) -> DeltaStates:
+    """With what a sequence must take no notice of."""
+    kept = torch_delta.inputs_kept(WIDTH, drafts)
+    inputs = torch.randn(SLOTS, kept, CHANNELS + 2 * VALUE_HEADS)
+    return DeltaStates(torch.randn(SLOTS, VALUE_HEADS, KEY_DIM, VALUE_DIM), inputs)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_layer_is_that_of_the_reference(cut: int) -> None:
+    """Qwen3.5's, whose products have plain rows, of tokens that two steps compute."""
+    torch.manual_seed(0)
+    config = Qwen3_5TextConfig(
+        hidden_size=32,
+        linear_num_key_heads=KEY_HEADS,
+        linear_num_value_heads=VALUE_HEADS,
+        linear_key_head_dim=KEY_DIM,
+        linear_value_head_dim=VALUE_DIM,
+        rms_norm_eps=EPS,
+        num_hidden_layers=1,
+    )
+    layer = modeling_qwen3_5.Qwen3_5GatedDeltaNet(config, 0)
+    torch.nn.init.normal_(layer.conv1d.weight)
+    hidden = torch.randn(1, 130, 32)
+    products = layer.in_proj_qkv, layer.in_proj_z, layer.in_proj_a, layer.in_proj_b
+    weights = DeltaWeights(layer.conv1d.weight[:, 0], layer.A_log, layer.dt_bias, layer.norm.weight, EPS)
+    states, parts = make_states(), []
+    with torch.no_grad():
+        for start, end in ((0, cut), (cut, 130)):
+            rows = DeltaRows(words(2), words(0, end - start), words(start), None, int(end - start == 1))
+            given = [product(hidden[0, start:end]) for product in products]
+            parts.append(layer.out_proj(torch_delta.delta_net(*given, weights, states, rows)))
+        torch.testing.assert_close(torch.cat(parts), layer(hidden)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_accepted_drafts_enter_the_state_and_others_leave_nothing() -> None:
+    """Sequences in steps of their own lengths; behind a step some of a row's tokens turn out to be others."""
+    weights, drafts, total = layer_weights(), 3, 60
+    sequences = {slot: layer_inputs(total, slot) for slot in (0, 2, 3)}
+    expected, end_states, states = {}, {}, make_states()
+    for slot, inputs in sequences.items():
+        rows = DeltaRows(words(slot), words(0, total), words(0), None, 0)
+        expected[slot] = torch_delta.delta_net(*inputs, weights, states, rows)
+        end_states[slot] = states.recurrent[slot].clone()
+    generator = torch.Generator().manual_seed(0)
+    states, in_state = make_states(drafts), torch.full((SLOTS,), 99, dtype=torch.int32)
+    position = {0: 0, 2: 0, 3: 0}
+    for step in range(200):
+        # Prompts in chunks up to here, one row behind those that decode.
+        order = sorted(position, key=lambda slot: position[slot] < 9 * slot)
+        order = [slot for slot in order if position[slot] < total]
+        if not order:
+            break
+        decodes = sum(position[slot] >= 9 * slot for slot in order)
+        lengths, right, given = [], [], []
+        for slot in order:
+            start = position[slot]
+            if start < 9 * slot:
+                length = good = min(1 + step % 7, 9 * slot - start)
+            else:
+                length = min(1 + int(torch.randint(0, drafts + 1, (), generator=generator)), total - start)
+                good = 1 + int(torch.randint(0, length, (), generator=generator))
+            wrong = layer_inputs(length - good, 1000 + step)
+            own = [x[start : start + good] for x in sequences[slot]]
+            given.append([torch.cat(pair) for pair in zip(own, wrong, strict=True)])
+            lengths.append(length)
+            right.append(good)
+        slots, starts, first = words(*order), starts_of(lengths), words(*(position[slot] for slot in order))
+        held = torch_delta.count_held(in_state, slots, starts, first, decodes)
+        inputs = [torch.cat(parts) for parts in zip(*given, strict=True)]
+        rows = DeltaRows(slots, starts, first, held, decodes)
+        out = torch_delta.delta_net(*inputs, weights, states, rows)
+        for row, slot in enumerate(order):
+            own, start = out[starts[row] :][: right[row]], position[slot]
+            torch.testing.assert_close(own, expected[slot][start:][: right[row]], rtol=1e-4, atol=1e-4)
+            position[slot] += right[row]
+    assert set(position.values()) == {total}
+    # What is held enters with the next token, whatever that is.
+    slots, first = words(0, 2, 3), words(total, total, total)
+    held = torch_delta.count_held(in_state, slots, words(0, 1, 2, 3), first, 3)
+    assert held.max() > 1
+    rows = DeltaRows(slots, words(0, 1, 2, 3), first, held, 3)
+    torch_delta.delta_net(*layer_inputs(3), weights, states, rows)
+    for slot, state in end_states.items():
+        torch.testing.assert_close(states.recurrent[slot], state, rtol=1e-4, atol=1e-5)

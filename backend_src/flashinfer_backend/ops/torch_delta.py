@@ -7,11 +7,13 @@ states the operations read and write in place: a row goes on from where its slot
 that was cut. Hk and Hv are the key and value heads, Hv a multiple of Hk; Dk and Dv are their dimensions.
 
 slots is int32 [R], starts int32 [R + 1]. `decodes` says how many rows in front have exactly one token.
+`delta_net` is the whole layer between its first product and its last.
 """
 
 from __future__ import annotations
 
 import itertools
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +21,120 @@ from torch import Tensor
 
 CHUNK = 64  # tokens that are computed at once; a row's first chunk begins at its first token
 L2_EPS = 1e-6
+
+
+class DeltaWeights(NamedTuple):
+    """What a layer has beside its products: conv[C, W], a_log, dt_bias[Hv], norm[Dv], and the norm's eps."""
+
+    conv: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+    norm: Tensor
+    eps: float
+
+
+class DeltaStates(NamedTuple):
+    """A layer's states, of all slots: recurrent[S, Hv, Dk, Dv] float32, and inputs[S, L, C + 2 Hv], what the
+    last L tokens put in: a token's qkv, a and b at its position modulo L, with L of `inputs_kept`. Nothing
+    need be cleared: a sequence that begins takes no notice of what is there."""
+
+    recurrent: Tensor
+    inputs: Tensor
+
+
+class DeltaRows(NamedTuple):
+    """The rows of a step, int32: slots[R], starts[R + 1] and first[R], the position of each row's first
+    token. held[R]: how many tokens before it are not in its slot's recurrent state yet, of `count_held`; of
+    the first `decodes` rows alone. None: drafts are never checked, and the first `decodes` rows have one
+    token."""
+
+    slots: Tensor
+    starts: Tensor
+    first: Tensor
+    held: Tensor | None
+    decodes: int
+
+
+def inputs_kept(width: int, drafts: int = 0) -> int:
+    """L of DeltaStates, of a convolution of `width` inputs and steps that check up to `drafts` drafts a row:
+    those that a step reads and those that it writes are different ones."""
+    return width + (2 * drafts + 1 if drafts else 0)
+
+
+def count_held(in_state: Tensor, slots: Tensor, starts: Tensor, first: Tensor, decodes: int) -> Tensor:
+    """DeltaRows.held of a step. in_state[S] int32: how many of its sequence's tokens a slot's recurrent state
+    has seen; it becomes that behind this step. Where a state is restored, it has to be set."""
+    behind = first + starts[1:] - starts[:-1]
+    held = (first - in_state[slots]).clamp(min=0)
+    held[decodes:] = 0
+    behind[:decodes] = first[:decodes]
+    in_state[slots] = behind
+    return held
+
+
+def delta_net(
+    qkv: Tensor, z: Tensor, a: Tensor, b: Tensor, weights: DeltaWeights, states: DeltaStates, rows: DeltaRows
+) -> Tensor:
+    """qkv[T, C], C = 2 Hk Dk + Hv Dv, z[T, Hv Dv], a, b[T, Hv] -> [T, Hv Dv]: the convolution, the gated
+    delta rule and the gated norm. All rows of the inputs can have a stride.
+
+    With `held`, the recurrent states stay behind the first `decodes` rows: these can have drafts among their
+    tokens, of which those that are accepted enter the state in the next step, and the others leave nothing.
+    """
+    slots, starts = rows.slots.long(), rows.starts.long()
+    mixed = torch.cat([qkv, a, b], dim=-1).to(states.inputs.dtype)
+    length, width = states.inputs.shape[1], weights.conv.shape[1]
+    held = torch.zeros_like(slots) if rows.held is None else rows.held.long()
+    begin = rows.first.long() - held
+    fresh = (begin == 0).view(-1, 1, 1, 1)
+    recurrent = states.recurrent[slots].masked_fill(fresh, 0.0)
+
+    def earlier(positions: Tensor) -> Tensor:  # [R, n] -> what tokens there put in
+        found = states.inputs[slots.unsqueeze(1), positions % length]
+        return found.masked_fill((positions < 0).unsqueeze(-1), 0.0)
+
+    def window(end: Tensor) -> Tensor:  # the convolution's inputs before a position
+        channels = earlier(end.unsqueeze(1) + torch.arange(1 - width, 0, device=end.device))
+        return channels[..., : qkv.shape[1]].mT.contiguous()
+
+    if rows.held is not None and (again := held.nonzero()[:, 0]).numel():
+        places = torch.arange(int(held.max()), device=held.device)
+        inputs = earlier(begin.unsqueeze(1) + places)[places < held.unsqueeze(1)]
+        ends = F.pad(held[again].cumsum(0), (1, 0))
+        past, state = window(begin)[again], recurrent[again]
+        _compute(inputs, weights, past, state, ends, 0)
+        recurrent[again] = state
+    kept = recurrent[: rows.decodes].clone()
+    single = rows.decodes if rows.held is None else 0
+    past = window(rows.first.long())
+    out = _compute(mixed, weights, past, recurrent, starts, single)
+    if rows.held is not None:
+        recurrent[: rows.decodes] = kept
+    states.recurrent[slots] = recurrent
+    token = torch.arange(int(starts[-1]), device=mixed.device)
+    row = torch.searchsorted(starts, token, right=True) - 1
+    last = starts[row + 1] - token <= length
+    positions = rows.first[row] + token - starts[row]
+    states.inputs[slots[row[last]], positions[last] % length] = mixed[last]
+    shape = out.shape
+    return gated_norm(out, z.view(shape), weights.norm, weights.eps).flatten(1)
+
+
+def _compute(
+    mixed: Tensor, weights: DeltaWeights, past: Tensor, recurrent: Tensor, starts: Tensor, decodes: int
+) -> Tensor:
+    """Rows of mixed[T, C + 2 Hv] through the convolution and the rule, from their own past[R, C, W - 1] and
+    recurrent[R, Hv, Dk, Dv], which they change -> [T, Hv, Dv]."""
+    rows, heads, key_dim, value_dim = recurrent.shape
+    values = heads * value_dim
+    qkv, a, b = mixed.split([mixed.shape[1] - 2 * heads, heads, heads], dim=-1)
+    slots = torch.arange(rows, device=mixed.device)
+    qkv = causal_conv(qkv, weights.conv, past, slots, starts, decodes)
+    keys = (qkv.shape[1] - values) // 2
+    q, k, v = qkv.split([keys, keys, values], dim=-1)
+    q, k, v = q.unflatten(-1, (-1, key_dim)), k.unflatten(-1, (-1, key_dim)), v.unflatten(-1, (heads, -1))
+    gates = delta_gates(a, b, weights.a_log, weights.dt_bias)
+    return gated_delta_rule(q, k, v, *gates, recurrent, slots, starts, decodes)
 
 
 def causal_conv(
