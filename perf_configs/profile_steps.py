@@ -11,10 +11,8 @@ it in which at least one kernel ran; the profiler itself slows steps of many sho
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import tempfile
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,10 +26,10 @@ from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.engine.start import Core
 from perf_configs.bench_engine import Driver
 from perf_configs.engine_start import add_engine_options, parameters_from, start_on_gpu
+from perf_configs.read_trace import device_events, read_events, report
 
 CONTEXT, OUTPUT = 300, 200  # tokens of a decode row's prompt, unless told, and of its answer
 SHAPES = [(1, 0), (64, 0), (256, 0), (64, 64), (64, 200), (64, 1024), (0, 2048), (8, 2048)]  # rows, prompt
-TOP, GAPS = 14, 8  # lines
 
 
 def kernels_of_step(core: Core, rows: int, prompt: int, context: int = CONTEXT) -> list[dict[str, Any]]:
@@ -60,42 +58,7 @@ def kernels_of_step(core: Core, rows: int, prompt: int, context: int = CONTEXT) 
     driver.drain()
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profiler.export_chrome_trace(file.name)
-        events = json.loads(Path(file.name).read_text())["traceEvents"]
-    events = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    return sorted(events, key=lambda e: float(e["ts"]))
-
-
-def report(events: list[dict[str, Any]]) -> list[str]:
-    """Span, busy time, the kernels that took most, and between which kernels the device idled."""
-    first, end, busy = events[0]["ts"], 0.0, 0.0
-    totals: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
-    gaps: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
-    previous = ""
-    for event in events:
-        begin, stop = event["ts"], event["ts"] + event["dur"]
-        if previous and begin > end:
-            gap = gaps[f"{_short(previous)} -> {_short(event['name'])}"]
-            gap[0] += 1
-            gap[1] += begin - end
-        previous = event["name"]
-        busy += max(0.0, stop - max(begin, end))
-        end = max(end, stop)
-        entry = totals[event["name"]]
-        entry[0] += 1
-        entry[1] += event["dur"]
-    lines = [f"span {(end - first) / 1e3:.2f} ms, busy {busy / 1e3:.2f} ms, {len(events)} kernels and copies"]
-    lines.append(f"{'ms':>8} {'calls':>6} {'us each':>8}  kernel")
-    ranked = sorted(totals.items(), key=lambda item: -item[1][1])
-    for name, (count, micros) in ranked[:TOP]:
-        lines.append(f"{micros / 1e3:8.3f} {count:6.0f} {micros / count:8.1f}  {name[:90]}")
-    rest = sum(micros for _, (_, micros) in ranked[TOP:])
-    lines.append(f"{rest / 1e3:8.3f}                 {max(0, len(ranked) - TOP)} others")
-    widest = sorted(gaps.items(), key=lambda item: -item[1][1])[:GAPS]
-    return lines + [f"{us / 1e3:8.3f} {n:6.0f} {us / n:8.1f}  idle: {pair}" for pair, (n, us) in widest]
-
-
-def _short(name: str) -> str:
-    return name.removeprefix("void ")[:42]
+        return device_events(read_events(Path(file.name)))
 
 
 def parse_steps(text: str) -> list[tuple[int, int]]:

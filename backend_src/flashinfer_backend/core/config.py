@@ -296,6 +296,14 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     stats_check_period_ms: Annotated[int, Setting("how often the metrics are updated", low=1, high=60000)] = (
         100
     )
+    profile_dir: Annotated[
+        str,
+        Setting(
+            "absolute path of a folder for the traces that POST /start_profile of the OpenAI API asks for,"
+            " made where there is none; none = such requests are not served",
+            words=("none",),
+        ),
+    ] = "none"
     start_stall_minutes: Annotated[
         int,
         Setting(
@@ -485,6 +493,8 @@ def contradictions(config: EngineConfig, longest_seq_len: int) -> list[str]:
         problems.append("kv_events_replay_endpoint needs kv_events_endpoint, where the messages are sent")
     if config.kv_events_endpoint != "none" and not config.enable_kv_cache_reuse:
         problems.append("kv_events_endpoint needs enable_kv_cache_reuse=true: else there are no prefixes")
+    if config.profile_dir != "none" and not config.profile_dir.startswith("/"):
+        problems.append(f"profile_dir={config.profile_dir} should be an absolute path, or none")
     if config.lora_modules != "none" and not config.max_loras:
         problems.append("lora_modules needs max_loras, the number of adapters that have room on the GPU")
     return problems + _draft_contradictions(config) + device_contradictions(config)

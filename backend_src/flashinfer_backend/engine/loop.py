@@ -19,6 +19,7 @@ from flashinfer_backend.engine.logits_room import LogitsRoom
 from flashinfer_backend.engine.outputs import accept, end_grammars, perf_of, queue_ns, row_reports
 from flashinfer_backend.engine.pacing import Pacer
 from flashinfer_backend.engine.preparations import Preparation, Preparations
+from flashinfer_backend.engine.profiling import Profiling
 from flashinfer_backend.engine.start import Core
 from flashinfer_backend.models.adapters import Adapter
 from flashinfer_backend.scheduler.invariants import InvariantChecker
@@ -55,6 +56,9 @@ class EngineLoop:
         self.preparations = Preparations(line, self.scheduler, self._refuse)
         self.in_flight: deque[Launched] = deque()
         self._reading = False  # in _finish, or it has failed
+        self.profiling = Profiling(
+            self.config, self.runner, core.number, lambda answer: socket.send_profiled(answer)
+        )
         self.pacer = Pacer()
         self._checker = InvariantChecker(self.scheduler) if self.config.check_invariants else None
         self.iteration = 0
@@ -71,19 +75,23 @@ class EngineLoop:
     def step(self) -> bool:
         """One turn; False when the engine should end. With check_invariants, raises BrokenInvariantError
         where it cannot go on."""
-        self._receive()
+        self.profiling.advance()
+        with self.profiling.span("receive"):
+            self._receive()
         if self.socket.closed:
             return False
         self._refuse_late(time.monotonic_ns())
         self.preparations.advance()
         began = time.monotonic()
-        plan = self.scheduler.schedule(bool(self.in_flight), self.pacer.decode_s)
+        with self.profiling.span("plan"):
+            plan = self.scheduler.schedule(bool(self.in_flight), self.pacer.decode_s)
         if plan is not None:
             if self._checker is not None:
                 self._checker.check_plan(plan)
             self.iteration += 1
             self.last_plan = (plan.num_rows - plan.num_decodes, plan.num_decodes, plan.num_prompt_tokens)
-            self._launch(plan, began)
+            with self.profiling.span("launch", plan):
+                self._launch(plan, began)
         if self.in_flight and (plan is None or len(self.in_flight) > 1):
             self._finish(self.in_flight.popleft())
         if self._checker is not None:
@@ -143,6 +151,8 @@ class EngineLoop:
             if request is not None:
                 self.cancellations += 1
                 self._send_end(request, protocol.FINISHED_CANCELLED)
+        elif isinstance(message, protocol.Profile):
+            self.profiling.asked(message)
         elif isinstance(message, protocol.Freed):
             self.logits.freed(message.handle)
         elif isinstance(message, protocol.Hello):
@@ -263,6 +273,11 @@ class EngineLoop:
 
     def _finish(self, launched: Launched) -> None:
         """Read a step's tokens, send them, release what ended."""
+        with self.profiling.span("read"):
+            self._read(launched)
+        self.profiling.step_read()
+
+    def _read(self, launched: Launched) -> None:
         self._reading = True
         output = self.runner.read(launched)
         self.pacer.finished(launched.plan, time.monotonic())

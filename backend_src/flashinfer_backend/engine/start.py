@@ -31,6 +31,7 @@ class Core:
     scheduler: Scheduler
     runner: Runner
     kv_events: KVEvents | None = None
+    number: int = 0  # among the engines of the model
 
     def close(self) -> None:
         """End the other ranks, if there are any."""
@@ -110,4 +111,4 @@ def start(
     events = None
     if config.kv_events_endpoint != "none":
         events = KVEvents(config, manager, scheduler.table, number)
-    return Core(config, spec, scheduler, runner, events)
+    return Core(config, spec, scheduler, runner, events, number)

@@ -48,6 +48,14 @@ from flashinfer_backend.openai.embeddings import (
 from flashinfer_backend.openai.encodings import decompressed, encoding_of
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.link import SHUTTING_DOWN, unavailable
+from flashinfer_backend.openai.profiling import (
+    StartProfile,
+    StopProfile,
+    read_start,
+    read_stop,
+    start_profile,
+    stop_profile,
+)
 from flashinfer_backend.openai.request_ids import RequestIds
 from flashinfer_backend.openai.requests import (
     ChatRequest,
@@ -125,6 +133,9 @@ def make_app(door: Door, access: Access) -> ASGIApp:
     if door.adapters is not None and door.model.lora_root is not None:
         post("/load_lora_adapter", LoadRequest, read_load, load_adapter)
         post("/unload_lora_adapter", UnloadRequest, read_unload, unload_adapter)
+    if door.model.profiles:
+        post("/start_profile", StartProfile, read_start, start_profile, versions=("",))
+        post("/stop_profile", StopProfile, read_stop, stop_profile, versions=("",))
     post("/tokenize", TokenizeRequest, read_tokenize, tokenize)
     post("/detokenize", DetokenizeRequest, read_detokenize, shown_text)
 

@@ -50,6 +50,8 @@ class Model:
     lora_root: Path | None = None  # below which adapters can be loaded at run time; None: none can
     max_prompt_bytes: int = 0  # of a text that is tokenized; 0: as many as come
     task: Task = "auto"  # of EngineConfig
+    engines: int = 1
+    profiles: bool = False  # whether clients may have the engines' steps traced
 
 
 class Door:

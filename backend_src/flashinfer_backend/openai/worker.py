@@ -132,6 +132,8 @@ async def _run(options: WorkerOptions) -> int:
         ignore_effort=options.ignore_effort,
         max_prompt_bytes=options.max_prompt_bytes,
         task=config.task,
+        engines=config.replicas,
+        profiles=config.profile_dir != "none",
         max_loras=config.max_loras,
         lora_root=Path(options.lora_root) if options.lora_root else None,
     )

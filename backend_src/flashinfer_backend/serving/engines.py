@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
@@ -126,6 +128,16 @@ class Engines:
                 self._router.sent(index, keys)
                 return handle
         raise down
+
+    def profile(self, steps: int) -> dict[int, Future[protocol.Profiled]]:
+        """Endpoint.profile of each engine that is there, by its number. Raises EngineDown where none is."""
+        found = {}
+        for index, endpoint in enumerate(self._endpoints):
+            with contextlib.suppress(EngineDown):
+                found[index] = endpoint.profile(steps)
+        if not found:
+            raise EngineDown(ENGINE_DOWN)
+        return found
 
     def cancel(self, handle: int) -> None:
         """Asks a sequence's engine to end it; its sink gets FINISHED_CANCELLED if it still runs."""

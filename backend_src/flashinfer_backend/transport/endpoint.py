@@ -14,6 +14,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
 
@@ -69,11 +70,13 @@ class Endpoint:
         self._run_dir, self._ensure = run_dir, ensure
         self._on_status, self._on_load = on_status, on_load
         self._pid = os.getpid()
-        self._lock = threading.Lock()  # guards _up, _sinks, _prompts and, outside the thread, _closing
+        # Guards _up, _sinks, _prompts, _profiled and, outside the thread, _closing.
+        self._lock = threading.Lock()
         self._up = False
         self._sinks: dict[int, Sink] = {}
         self._prompts: dict[int, int] = {}  # tokens to compute before the first one comes, by local id
         self._to_compute = 0  # all of these
+        self._profiled: dict[int, Future[protocol.Profiled]] = {}  # answers to come, by local id
         self._count, self._last_id = count, index
         self._outbox: deque[bytes] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -124,12 +127,7 @@ class Endpoint:
         timeout_us: as in protocol.Submit. to_compute: tokens of the prompt that are probably not cached.
         """
         with self._lock:
-            if not self._up or self._refusal:
-                raise EngineDown(self._refusal or ENGINE_DOWN)
-            self._last_id += self._count
-            if self._last_id > LARGEST_ID:
-                self._last_id = self._last_id % self._count + self._count
-            local_id = self._last_id
+            local_id = self._next_id()
             sink.handle = handle = protocol.make_handle(self._pid, local_id)
             self._sinks[local_id] = sink
             if to_compute:
@@ -141,6 +139,28 @@ class Endpoint:
             os.eventfd_write(self._wake, 1)
         self._on_load()
         return handle
+
+    def profile(self, steps: int) -> Future[protocol.Profiled]:
+        """Asks the engine to trace steps, or (0) to end that. Gives its answer, or EngineDown. Raises
+        EngineDown."""
+        future: Future[protocol.Profiled] = Future()
+        future.set_running_or_notify_cancel()  # who waits for it cannot end it
+        with self._lock:
+            local_id = self._next_id()
+            self._profiled[local_id] = future
+            message = protocol.Profile(protocol.make_handle(self._pid, local_id), steps)
+            self._outbox.append(protocol.encode(message))
+            os.eventfd_write(self._wake, 1)
+        return future
+
+    def _next_id(self) -> int:
+        """With the lock. Raises EngineDown."""
+        if not self._up or self._refusal:
+            raise EngineDown(self._refusal or ENGINE_DOWN)
+        self._last_id += self._count
+        if self._last_id > LARGEST_ID:
+            self._last_id = self._last_id % self._count + self._count
+        return self._last_id
 
     def cancel(self, handle: int) -> None:
         """Asks the engine to end a sequence; its sink gets FINISHED_CANCELLED if it still runs."""
@@ -263,6 +283,12 @@ class Endpoint:
                         sink.on_failure(failure.message, failure.refused)
                 elif kind == protocol.STATUS:
                     self._take_status(protocol.decode_status(payload))
+                elif kind == protocol.PROFILED:
+                    profiled = protocol.decode_profiled(payload)
+                    with self._lock:
+                        future = self._profiled.pop(protocol.split_handle(profiled.handle)[1], None)
+                    if future is not None:
+                        future.set_result(profiled)
                 else:
                     raise ValueError(f"the engine sent a message of unknown kind {kind!r}")
 
@@ -311,8 +337,11 @@ class Endpoint:
     def _fail_all(self, message: str) -> None:
         with self._lock:
             sinks, self._sinks = self._sinks, {}
+            profiled, self._profiled = self._profiled, {}
             self._prompts.clear()
             self._to_compute = 0
         self._on_load()
+        for future in profiled.values():
+            future.set_exception(EngineDown(message))
         for sink in sinks.values():
             sink.on_failure(message, False)

@@ -133,6 +133,9 @@ class EngineSocket:
     def send_failure(self, failure: protocol.Failure) -> None:
         self._send(failure.handle >> 32, [protocol.FAILURE, protocol.encode(failure)])
 
+    def send_profiled(self, profiled: protocol.Profiled) -> None:
+        self._send(profiled.handle >> 32, [protocol.PROFILED, protocol.encode(profiled)])
+
     def send_status(self, status: protocol.Status) -> None:
         if self._watching:
             body = protocol.encode(status)

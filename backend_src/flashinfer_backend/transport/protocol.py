@@ -12,6 +12,7 @@ one-byte kind, then its payload:
              frame for each of these that has context logits
     FAILURE  msgpack `Failure`
     STATUS   msgpack `Status`
+    PROFILED msgpack `Profiled`
 
 A request is named by a 64-bit handle: the submitting stub's pid in the high 32 bits and a
 counter of that stub, the local id, in the low 32. Token frames carry only the local id,
@@ -32,6 +33,7 @@ from flashinfer_backend.core.sampling_params import SamplingParams
 TOKENS = b"T"
 FAILURE = b"F"
 STATUS = b"S"
+PROFILED = b"P"
 
 # Finish codes, third column of a token frame.
 RUNNING = 0
@@ -106,7 +108,14 @@ class Goodbye(msgspec.Struct, tag="goodbye"):
     pid: int
 
 
-ToEngine = Hello | Submit | Cancel | Freed | Goodbye
+class Profile(msgspec.Struct, tag="profile"):
+    """Trace the next `steps` steps; 0: end and write the trace that is being made. Answered by Profiled."""
+
+    handle: int
+    steps: int
+
+
+ToEngine = Hello | Submit | Cancel | Freed | Profile | Goodbye
 
 
 class Failure(msgspec.Struct):
@@ -114,6 +123,16 @@ class Failure(msgspec.Struct):
 
     handle: int
     message: str
+    refused: bool = False
+
+
+class Profiled(msgspec.Struct):
+    """files: of the trace, one of each rank, which are there once they are whole. error: why not; refused: as
+    the request does not fit."""
+
+    handle: int
+    files: list[str]
+    error: str = ""
     refused: bool = False
 
 
@@ -197,6 +216,7 @@ class Status(msgspec.Struct):
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_failure = msgspec.msgpack.Decoder(Failure).decode
+decode_profiled = msgspec.msgpack.Decoder(Profiled).decode
 decode_status = msgspec.msgpack.Decoder(Status).decode
 _decode_reports = msgspec.msgpack.Decoder(list[RowReport]).decode
 _FOLLOWS = memoryview(b"")  # in the place of context logits, which have their own frame

@@ -48,7 +48,7 @@ KILLED_S = 1.0
 SAY_AFTER_S = 1.0  # of that, before the log tells what is waited for
 TOLD_S = 1.0  # between a collective that fails as another rank has ended, and what tells that it has
 BEAT, READY = b".", b"!"
-PLAN, ADAPTER = b"p", b"a"  # kinds of messages from rank 0
+PLAN, ADAPTER, TRACE = b"p", b"a", b"t"  # kinds of messages from rank 0
 LENGTH = struct.Struct("<I")
 
 
@@ -132,6 +132,10 @@ class OtherRanks:
     def load_adapter(self, place: int, folder: str) -> None:
         """Let the other ranks load an adapter (AdapterLoader.load), next to their steps."""
         self._send(adapter_message(place, folder))
+
+    def trace(self, stem: str) -> None:
+        """Let the other ranks trace their steps to files of this name; "": let them write these."""
+        self._send(TRACE + stem.encode())
 
     def _send(self, data: bytes) -> None:
         for rank, other in self._sockets.items():

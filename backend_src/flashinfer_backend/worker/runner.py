@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
@@ -32,7 +33,8 @@ from flashinfer_backend.worker.adapters import AdapterLoader
 from flashinfer_backend.worker.device_state import DeviceState
 from flashinfer_backend.worker.drafting import Drafting, Fed
 from flashinfer_backend.worker.graphs import MIXED_SIZES, DecodeGraphs, GraphCapture, MixedGraphs, Replayed
-from flashinfer_backend.worker.ranks import ADAPTER, OtherRanks
+from flashinfer_backend.worker.ranks import ADAPTER, TRACE, OtherRanks
+from flashinfer_backend.worker.trace import StepTrace
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +102,7 @@ class Runner:
         self.adapted_graphs: tuple[DecodeGraphs | None, MixedGraphs | None] = None, None
         self.draft_costs: dict[tuple[int, int], float] = {}  # DecodeGraphs.step_seconds, once captured
         self.others: OtherRanks | None = None  # of rank 0, once they wait for plans
+        self._trace: StepTrace | None = None
 
     def capture_graphs(self, sizes: list[int]) -> None:
         """Capture decode-only steps for the given numbers of rows, and small mixed steps."""
@@ -171,13 +174,37 @@ class Runner:
             readback = torch.cat([drafts.view(-1), readback])
         return Launched(plan, self._readback.download(readback), sampled, computed.context, failed)
 
+    def start_trace(self, stem: str) -> list[str]:
+        """Trace this rank's steps, and let the others do so, until write_trace. Returns the files that each
+        will write; stem: what their paths begin with."""
+        if self.others is not None:
+            self.others.trace(stem)
+        shard = self.state.model.collectives.shard
+        files = [f"{stem}-rank-{rank}.json" for rank in range(shard.size)]
+        self._trace = StepTrace(self.device, Path(files[shard.rank]))
+        return files
+
+    def write_trace(self) -> None:
+        """Raises OSError or ValueError where this rank's cannot be written."""
+        if self.others is not None:
+            self.others.trace("")
+        trace, self._trace = self._trace, None
+        if trace is not None:
+            trace.write()
+
     def obey(self, message: bytes) -> None:
-        """What rank 0 sent to this one: a plan, or an adapter to load."""
-        if message[:1] == ADAPTER:
+        """What rank 0 sent to this one: a plan, an adapter to load, or a trace to start or to write."""
+        kind, data = message[:1], message[1:]
+        if kind == ADAPTER:
             assert self.adapters is not None
-            self.adapters.load(*msgspec.msgpack.decode(message[1:]))
+            self.adapters.load(*msgspec.msgpack.decode(data))
+        elif kind == TRACE:
+            try:
+                self.start_trace(data.decode()) if data else self.write_trace()
+            except (OSError, ValueError, RuntimeError) as error:  # its steps go on
+                log.error("the trace could not be written: %s", error)
         else:
-            self.follow(StepPlan.from_bytes(message[1:]))
+            self.follow(StepPlan.from_bytes(data))
 
     @torch.inference_mode()
     def follow(self, plan: StepPlan) -> None:

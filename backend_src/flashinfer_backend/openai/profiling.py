@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""/start_profile and /stop_profile, as vLLM has them: traces of the engines' steps (engine/profiling.py)."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from flashinfer_backend.core.bounds import MOST_TRACED_STEPS
+from flashinfer_backend.openai.door import Door
+from flashinfer_backend.openai.errors import ApiError
+from flashinfer_backend.openai.link import unavailable
+from flashinfer_backend.openai.requests import decode
+from flashinfer_backend.transport.endpoint import EngineDown
+
+ANSWER_S = 60.0  # for the engines to answer, and for their files to be there
+LOOK_S = 0.05
+STEPS = 20  # unless a request says
+
+
+class StartProfile(msgspec.Struct, forbid_unknown_fields=True):
+    steps: int = STEPS
+
+
+class StopProfile(msgspec.Struct, forbid_unknown_fields=True):
+    """Nothing."""
+
+
+def read_start(door: Door, body: bytes) -> StartProfile:
+    """A body may be missing. Raises ApiError."""
+    request = decode(StartProfile, body or b"{}")
+    if not 1 <= request.steps <= MOST_TRACED_STEPS:
+        raise ApiError(f"steps is {request.steps}; it should be 1 to {MOST_TRACED_STEPS}", param="steps")
+    return request
+
+
+def read_stop(door: Door, body: bytes) -> StopProfile:
+    return decode(StopProfile, body or b"{}")
+
+
+async def start_profile(door: Door, request: StartProfile) -> Any:
+    """Has the engines trace their next steps. Raises ApiError."""
+    return {"steps": request.steps, "files": await _ask(door, request.steps)}
+
+
+async def stop_profile(door: Door, request: StopProfile) -> Any:
+    """The files of the trace, which ends if it has not. Raises ApiError."""
+    files = await _ask(door, 0)
+    deadline = asyncio.get_running_loop().time() + ANSWER_S
+    while missing := [file for file in files if not Path(file).exists()]:
+        if asyncio.get_running_loop().time() > deadline:
+            raise ApiError(f"{missing[0]} was not written within {ANSWER_S:.0f} s; the log may say why", 500)
+        await asyncio.sleep(LOOK_S)
+    return {"files": files}
+
+
+async def _ask(door: Door, steps: int) -> list[str]:
+    """Of each engine. Raises ApiError where one refuses or fails; others may have done what was asked."""
+    try:
+        futures = door.link.engines.profile(steps)
+        waits = [asyncio.wrap_future(future) for future in futures.values()]
+        _, late = await asyncio.wait(waits, timeout=ANSWER_S)
+        if late:
+            raise ApiError(f"an engine has not answered within {ANSWER_S:.0f} s", 500)
+        answers = [await wait for wait in waits]
+    except EngineDown as error:
+        raise unavailable(str(error)) from None
+    for number, answer in zip(futures, answers, strict=True):
+        if answer.error:
+            engine = f"engine {number}: " if door.model.engines > 1 else ""
+            raise ApiError(engine + answer.error, 409 if answer.refused else 500)
+    return [file for answer in answers for file in answer.files]
