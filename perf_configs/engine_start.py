@@ -14,7 +14,6 @@ from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.engine.start import Core, start
 from flashinfer_backend.models.hf import read_spec
-from flashinfer_backend.speculate.proposer import MakeProposer
 
 MAX_SEQ_LEN = 8192  # or what the checkpoint allows
 DEFAULTS = {"enable_kv_cache_reuse": "false", "max_num_tokens_while_decoding": "8192"}
@@ -61,14 +60,12 @@ def parameters_from(
         parser.error(str(error))
 
 
-def start_on_gpu(
-    parser: argparse.ArgumentParser, parameters: dict[str, str], make_proposer: MakeProposer | None = None
-) -> Core:
+def start_on_gpu(parser: argparse.ArgumentParser, parameters: dict[str, str]) -> Core:
     """The engine; stderr has its start, such as how fast weights were read. Ends the program with a message
     where there is no GPU (status 1), or where the engine refuses its parameters (2)."""
     require_cuda(parser)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        return start(EngineConfig.from_parameters(parameters), make_proposer=make_proposer)
+        return start(EngineConfig.from_parameters(parameters))
     except (OSError, ValueError) as error:
         parser.error(str(error))
