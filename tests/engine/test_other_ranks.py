@@ -20,7 +20,7 @@ from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.transport.rundir import process_alive
 from flashinfer_backend.worker import ranks
 from flashinfer_backend.worker.ranks import OtherRanks, RanksLostError
-from flashinfer_backend.worker.start import _prompt_plan
+from flashinfer_backend.worker.warm_up import prompt_plan
 
 ENDS = "sleep 0.5; exit 1"
 READY = "printf '!' >&$8; "  # the socket is the eighth argument
@@ -65,7 +65,7 @@ def test_time_in_which_rank_0_stood_still_is_not_a_steps(start, monkeypatch):
     monkeypatch.setattr(ranks, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + away))
     others = start(BEATS, lost.append)
     others.serve(limits_steps=True)
-    others.send(_prompt_plan(slot=0, length=1))
+    others.send(prompt_plan(slot=0, length=1))
     away = 100.0  # it was stopped, say
     time.sleep(1.5)
     assert not lost
@@ -86,7 +86,7 @@ def test_a_rank_that_hangs_is_noticed(start, monkeypatch, script, limit, why):
     lost: list[str] = []
     others = start(script, lost.append)
     others.serve(limits_steps=True)
-    others.send(_prompt_plan(slot=0, length=1))
+    others.send(prompt_plan(slot=0, length=1))
     deadline = time.monotonic() + 120
     while not lost:
         assert time.monotonic() < deadline

@@ -35,7 +35,7 @@ from flashinfer_backend.ops import torch_ops
 from flashinfer_backend.ops.weight import Stored
 from flashinfer_backend.sampling.logprobs import context_logits
 from flashinfer_backend.worker import ranks
-from flashinfer_backend.worker.start import _prompt_plan
+from flashinfer_backend.worker.warm_up import prompt_plan
 from quantised import make_quantised
 
 PROMPTS = make_prompts(8)
@@ -133,7 +133,7 @@ def test_context_logits_that_fail_on_one_rank_end_the_step(rank, tmp_path, monke
         return context_logits(model, hidden)
 
     monkeypatch.setattr("flashinfer_backend.worker.runner.context_logits", failing)
-    plan = _prompt_plan(slot=0, length=1)
+    plan = prompt_plan(slot=0, length=1)
     plan.wants |= Wants.LOGITS
     others: Any = core.runner.others
     with pytest.raises(threading.BrokenBarrierError if rank else MemoryError):

@@ -1,30 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notes what Triton and FlashInfer compile."""
+"""Notes what Triton and FlashInfer compile, and what CUDA loads."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
+from module_loads import watch_modules
 
 
 @dataclass
 class Compilations:
     """triton: variants of kernels that were compiled or loaded from Triton's cache; compiled: those of them
     that were not in the cache; loaded: modules that FlashInfer loaded; built: modules that it compiled or let
-    ninja look at."""
+    ninja look at; modules, kernels: what CUDA loaded and looked up for the first time (module_loads.py)."""
 
     triton: list[str] = field(default_factory=list)
     compiled: list[str] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)
     built: list[str] = field(default_factory=list)
+    modules: list[str] = field(default_factory=list)
+    kernels: list[str] = field(default_factory=list)
+    ready: bool = False  # the start is over: from then on modules have the names of their kernels
 
     def clear(self) -> None:
-        for each in (self.triton, self.compiled, self.loaded, self.built):
+        for each in (self.triton, self.compiled, self.loaded, self.built, self.modules, self.kernels):
             each.clear()
+        self.ready = True
 
 
 @contextmanager
@@ -55,7 +61,9 @@ def watch() -> Iterator[Compilations]:
         found.built.append(str(workdir))
         run_ninja(workdir, *arguments, **options)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        if torch.cuda.is_available():
+            stack.enter_context(watch_modules(found.modules, found.kernels, lambda: found.ready))
         patch.setattr(knobs.runtime, "jit_post_compile_hook", on_triton)
         patch.setattr(knobs.compilation, "listener", on_compiler)
         patch.setattr(core.JitSpec, "build_and_load", loading)

@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No request makes the engine compile or load a kernel: all of that is done when it starts."""
+"""No request makes the engine compile or load a kernel: all of that is done when it starts.
+
+FLASHINFER_BACKEND_TEST_SHAPE=FOLDER takes another shape than a small one: a folder with a config.json, whose
+weights are random.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,11 +36,12 @@ SIZES = {
 SETTINGS: dict[str, Any] = {
     "device": "cuda",
     "tokenizer_dir": "bundled",
-    "max_num_seqs": 24,
+    "max_num_seqs": 100,
     "max_num_tokens": 2048,
     "max_num_tokens_while_decoding": 512,
     "max_seq_len": 4096,
 }
+GUIDE = {"grammar_type": "regex", "grammar": "(cat|dog)s? [0-9]{3,5}", "end_id": 1}
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "temperature": {"temperature": 0.8},
@@ -47,8 +54,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "bad words": {"bad_words": [[7], [8, 9], [3, 4, 5]]},
     "allowed ids": {"allowed_ids": [5, 6, 7, 90]},
     "min_tokens": {"min_tokens": 4, "end_id": 2, "temperature": 1.0},
-    "guide": {"grammar_type": "regex", "grammar": "(cat|dog)s? [0-9]{3,5}", "end_id": 1},
+    "guide": GUIDE,
+    "guide and what changes logits": GUIDE
+    | {"repetition_penalty": 1.2, "bad_words": [[7]], "bias_ids": [5], "bias_values": [1.0], "top_p": 0.9},
     "log probs": {"log_probs": True},
+    "top log probs": {"log_probs": True, "top_logprobs": 5},
     "generation logits": {"generation_logits": True},
     "context logits": {"context_logits": True},
     "all at once": {
@@ -63,15 +73,21 @@ KINDS: dict[str, dict[str, Any]] = {
         "log_probs": True,
     },
 }
-ROUNDS = range(1, 21)  # requests at a time
+ROUNDS = [*range(1, 21), 33, 70, 100]  # requests at a time
 
 
 @pytest.fixture(scope="module", params=["auto", "none"], ids=["graphs", "no graphs"])
 def engine(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Client, Compilations]]:
     folder = tmp_path_factory.mktemp("engine")
-    checkpoint = make_checkpoint("llama", folder / "model", **SIZES)
+    settings = SETTINGS | {"cuda_graph_batch_sizes": request.param}
+    if shape := os.environ.get("FLASHINFER_BACKEND_TEST_SHAPE"):
+        checkpoint = Path(shape)
+        settings |= {"load_format": "dummy", "tokenizer_dir": "", "kv_cache_free_gpu_mem_fraction": 0.5}
+    else:
+        checkpoint = make_checkpoint("llama", folder / "model", **SIZES)
     with watch() as found:
-        core = start_core(checkpoint, **SETTINGS, cuda_graph_batch_sizes=request.param)
+        core = start_core(checkpoint, **settings)
+        assert found.modules and found.kernels, "CUPTI told of nothing"
         with serve(core, folder / "run") as client:
             yield client, found
 
@@ -87,6 +103,9 @@ def check(found: Compilations, what: str) -> None:
     assert not found.loaded, f"{what}: FlashInfer loaded {found.loaded}"
     variants = "\n".join(found.triton)
     assert not found.triton, f"{what}: {len(found.triton)} variants of Triton kernels were new:\n{variants}"
+    modules, kernels = "\n".join(found.modules), "\n".join(found.kernels)
+    assert not found.modules, f"{what}: CUDA loaded {len(found.modules)} modules:\n{modules}"
+    assert not found.kernels, f"{what}: {len(found.kernels)} kernels ran for the first time:\n{kernels}"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -111,17 +130,19 @@ def test_requests_of_all_kinds_in_one_batch(engine):
 
 @pytest.mark.parametrize("longest", [30, 300, 900, 1800, 3900])
 def test_prompts_of_all_lengths(engine, longest):
-    """Beyond 2048 tokens in chunks; with others that stream meanwhile."""
+    """Beyond 2048 tokens in chunks; with others that stream meanwhile, few and many."""
     client, found = engine
     found.clear()
     params = SamplingParams(max_tokens=40, temperature=0.0)
     for count in (1, 2, 5, 20):
         client.generate(prompts(count, longest, longest // 2), params)
         check(found, f"{count} prompts of up to {longest} tokens")
-    streams = [client.submit([9, 8, 7], SamplingParams(max_tokens=200, temperature=0.0)) for _ in range(7)]
-    client.generate(prompts(3, longest, longest // 2), params)
-    client.wait(streams)
-    check(found, f"prompts of up to {longest} tokens while others stream")
+    for others in (7, 70):
+        stream = SamplingParams(max_tokens=200, temperature=0.0)
+        streams = [client.submit([9, 8, 7], stream) for _ in range(others)]
+        client.generate(prompts(3, longest, longest // 2), params)
+        client.wait(streams)
+        check(found, f"prompts of up to {longest} tokens while {others} stream")
 
 
 def test_several_sequences_of_a_request(engine):

@@ -280,7 +280,11 @@ class Sampler:
         """Run what masks need once, so that no request is the first."""
         words = torch.zeros(1, -(-self._vocab_size // 32), dtype=torch.int32, device=device)
         logits = torch.zeros(1, self._vocab_size, device=device)
-        self._ops.keep_allowed(logits, torch.zeros(1, dtype=torch.int64, device=device), words)
+        index = torch.zeros(1, dtype=torch.int64, device=device)
+        self._ops.keep_allowed(logits, index, words)
+        for model in (None, logits.clone()):  # of a grammar alone, and next to what changes logits
+            before = self._before_bad_words(logits, index, words, model)
+            processors.allow_only(logits, index, words, before)
 
     def _before_bad_words(self, own: Tensor, index: Tensor, mask: Tensor, model: Tensor | None) -> Tensor:
         """Logits of guided rows before words are suppressed: `model`, the model's of allowed ids if they were

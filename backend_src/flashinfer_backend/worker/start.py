@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 import torch
 
 from flashinfer_backend.attention.copies import copied_blocks, copies_bytes
@@ -17,9 +16,7 @@ from flashinfer_backend.cache.device import KVCache, KVCacheFormat
 from flashinfer_backend.cache.groups import CacheGroup, cache_groups, share_memory
 from flashinfer_backend.core.config import EngineConfig, resolve_limits
 from flashinfer_backend.core.paths import resolve_drafter_dir, resolve_model_dir
-from flashinfer_backend.core.progress import telling
 from flashinfer_backend.core.shard import WHOLE, Shard
-from flashinfer_backend.core.step import Feeds, StepPlan, Wants
 from flashinfer_backend.models.hf import read_drafter, read_spec
 from flashinfer_backend.models.quantization import BLOCK
 from flashinfer_backend.models.spec import Experts, ModelSpec
@@ -32,7 +29,12 @@ from flashinfer_backend.worker import prebuild, prebuild_triton
 from flashinfer_backend.worker.adapters import AdapterLoader
 from flashinfer_backend.worker.graphs import default_sizes
 from flashinfer_backend.worker.runner import Runner
-from flashinfer_backend.worker.warm_up import warm_up_sampling
+from flashinfer_backend.worker.warm_up import (
+    prompt_plan,
+    warm_up_mixed,
+    warm_up_prompts,
+    warm_up_sampling,
+)
 
 log = logging.getLogger(__name__)
 
@@ -334,37 +336,13 @@ def _free_memory_after_largest_step(config: EngineConfig, model: Transformer) ->
 def _warm_up(config: EngineConfig, runner: Runner) -> None:
     """Run every kind of step once, so that no request pays for compilation; capture graphs."""
     if runner.device.type == "cuda":
-        longest = min(config.max_num_tokens, config.max_input_len)
-        began, length = time.monotonic(), 1
-        with telling(lambda: f"running a first step of {length} tokens"):
-            for length in sorted({1, 16, 64, 200, 512, longest} & set(range(1, longest + 1))):
-                runner.rehearse(_prompt_plan(runner.state.dummy_slot, length))
-                if config.max_loras:
-                    runner.rehearse(_prompt_plan(runner.state.dummy_slot, length, adapted=True))
-        log.info("steps with prompts are warm after %.1f s", time.monotonic() - began)
+        warm_up_prompts(config, runner)
         # Plain torch has none, and what is compared runs layer by layer.
         if config.cuda_graph_batch_sizes != "none" and not config.compare_attention:
             sizes = config.cuda_graph_batch_sizes
             if runner.state.model.spec.pooling is not None:
                 sizes = [1]  # it has no decode steps
             runner.capture_graphs(default_sizes(config.max_num_seqs) if sizes == "auto" else sizes)
+        warm_up_mixed(config, runner)
         warm_up_sampling(config, runner)
-    runner.rehearse(_prompt_plan(runner.state.dummy_slot, 1))
-
-
-def _prompt_plan(slot: int, length: int, adapted: bool = False) -> StepPlan:
-    """A prompt of zeros in the dummy slot, whose every block is block 0."""
-    one = np.ones(1, np.int32)
-    return StepPlan(
-        slots=one * slot,
-        starts=one * 0,
-        lengths=one * length,
-        feeds=np.full(1, Feeds.GIVEN, np.int8),
-        wants=np.full(1, Wants.NEXT, np.int8),
-        tokens=np.zeros(length, np.int32),
-        epochs=np.zeros(1, np.int64),
-        temperature=np.zeros(1, np.float32),
-        seed=np.zeros(1, np.uint64),
-        suppressed=-one,
-        adapted=adapted,
-    )
+    runner.rehearse(prompt_plan(runner.state.dummy_slot, 1))

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples with every feature once, so that no request is the one that compiles or loads something."""
+"""Runs steps of every kind once, so that no request is the one that compiles or loads something.
+
+CUDA loads a kernel when it first runs, and libraries choose kernels by sizes that only some steps have.
+tests/gpu/test_no_compilation.py counts what is loaded after the start.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,29 @@ from flashinfer_backend.worker.runner import Runner
 log = logging.getLogger(__name__)
 
 PROMPT = (1, 2, 3)
+# Tokens of a step. Above the largest graph, cuBLAS chooses its kernel by each step's own number of tokens: up
+# to what streams allow by default these are closer.
+LENGTHS = (1, 16, 64, 96, 128, 200, 256, 384, 512, 768, *range(1024, 2049, 128), 2560, 3072, 4096, 6144)
+ADAPTED_LENGTHS = (1, 16, 64, 200, 512)
+FAR = 8192  # tokens of a long prefix
+# Decode rows, prompts, tokens in the cache before each of these, tokens of each. Attention has kernels for
+# many short prompts, for few tokens over a long prefix, and for both kinds of rows next to each other.
+MIXED = (
+    (0, 20, 0, 3),
+    (0, 20, 0, 60),
+    (0, 4, 0, 300),
+    (0, 1, FAR, 8),
+    (0, 1, FAR, 64),
+    (0, 4, FAR, 64),
+    (0, 1, FAR, 512),
+    (1, 1, 0, 40),
+    (12, 1, 0, 200),
+    (40, 2, 0, 400),
+    (24, 1, 0, 1500),
+    (100, 3, 0, 600),
+    (200, 3, FAR, 300),
+    (200, 20, 0, 40),
+)
 FEATURES: list[dict[str, object]] = [
     {},
     {"temperature": 0.7},
@@ -36,6 +63,75 @@ FEATURES: list[dict[str, object]] = [
     {"generation_logits": True},
     {"pooled": True},
 ]
+
+
+def warm_up_prompts(config: EngineConfig, runner: Runner) -> None:
+    """Steps of one prompt, of all sizes."""
+    longest = min(config.max_num_tokens, config.max_input_len)
+    began, length = time.monotonic(), 1
+    with telling(lambda: f"running a first step of {length} tokens"):
+        for length in sorted({*LENGTHS, longest} & set(range(1, longest + 1))):
+            runner.rehearse(prompt_plan(runner.state.dummy_slot, length))
+            if config.max_loras and length in {*ADAPTED_LENGTHS, longest}:
+                runner.rehearse(prompt_plan(runner.state.dummy_slot, length, adapted=True))
+    log.info("steps with prompts are warm after %.1f s", time.monotonic() - began)
+
+
+def warm_up_mixed(config: EngineConfig, runner: Runner) -> None:
+    """Steps of several rows, with graphs where there are some. Their slots' blocks are all block 0; the next
+    sequences in these slots begin anew."""
+    began = time.monotonic()
+    generates = runner.state.model.spec.pooling is None
+    steps = mixed_steps(config) if generates else []
+    with telling(lambda: f"running the first of {len(steps)} kinds of steps with several rows"):
+        for step in steps:
+            runner.rehearse(step)
+        if generates:
+            for length in sorted({1, min(64, config.max_num_tokens, config.max_input_len)}):
+                plan = prompt_plan(runner.state.dummy_slot, length)
+                plan.wants[:] = Wants.NEXT | Wants.LOGITS
+                runner.rehearse(plan)
+    log.info("steps of several rows are warm after %.1f s", time.monotonic() - began)
+
+
+def mixed_steps(config: EngineConfig) -> list[StepPlan]:
+    """Those of MIXED, cut to what the config allows."""
+    found: dict[tuple[int, int, int, int], StepPlan] = {}
+    for decodes, prompts, start, length in MIXED:
+        prompts = min(prompts, config.max_num_seqs)
+        decodes = min(decodes, config.max_num_seqs - prompts)
+        length = min(length, (config.max_num_tokens - decodes) // prompts, config.max_input_len)
+        start = max(0, min(start, config.max_seq_len - length - 1))
+        if length > 0:
+            found[decodes, prompts, start, length] = _rows(decodes, [start] * prompts, [length] * prompts)
+    return list(found.values())
+
+
+def prompt_plan(slot: int, length: int, adapted: bool = False) -> StepPlan:
+    """A prompt of zeros in a slot."""
+    return _rows(0, [0], [length], slot, adapted)
+
+
+def _rows(
+    decodes: int, starts: list[int], lengths: list[int], first: int = 0, adapted: bool = False
+) -> StepPlan:
+    """Decode rows behind PROMPT, and prompts of zeros; from slot `first` on."""
+    rows = decodes + len(starts)
+    feeds = np.array([Feeds.LAST] * decodes + [Feeds.GIVEN] * len(starts), np.int8)
+    return StepPlan(
+        slots=first + np.arange(rows, dtype=np.int32),
+        starts=np.array([len(PROMPT)] * decodes + starts, np.int32),
+        lengths=np.array([1] * decodes + lengths, np.int32),
+        feeds=feeds,
+        wants=np.full(rows, Wants.NEXT, np.int8),
+        tokens=np.zeros(sum(lengths), np.int32),
+        epochs=np.zeros(rows, np.int64),
+        temperature=np.zeros(rows, np.float32),
+        seed=np.zeros(rows, np.uint64),
+        suppressed=np.full(rows, -1, np.int32),
+        following=np.full(len(starts), -1, np.int32),
+        adapted=adapted,
+    )
 
 
 def warm_up_sampling(config: EngineConfig, runner: Runner) -> None:

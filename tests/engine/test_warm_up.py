@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first steps of a start are ones that the engine can plan, and leave nothing behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoints import make_checkpoint
+from engine.harness import serve, start_core
+from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.worker import warm_up
+
+PROMPTS = [list(range(5, 5 + length)) for length in (3, 17, 40)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("bundled", {}),
+        ("bundled", {"speculative_method": "ngram"}),
+        ("bundled", {"speculative_method": "eagle3", "draft_model": "bundled"}),
+        ("gemma3", {}),  # layers with windows
+    ],
+)
+def test_sequences_after_a_warm_up_have_the_tokens_of_those_before(
+    tmp_path: Path, kind: str, settings: dict[str, Any]
+) -> None:
+    model = Path("bundled") if kind == "bundled" else make_checkpoint(kind, tmp_path / "model")
+    core = start_core(model, max_num_seqs=24, enable_kv_cache_reuse=False, **settings)
+    params = SamplingParams(max_tokens=12, temperature=0.0)
+    with serve(core, tmp_path / "run") as client:
+        before = client.generate(PROMPTS * 8, params)
+    warm_up.warm_up_prompts(core.config, core.runner)
+    warm_up.warm_up_mixed(core.config, core.runner)
+    warm_up.warm_up_sampling(core.config, core.runner)
+    with serve(core, tmp_path / "again") as client:
+        assert client.generate(PROMPTS * 8, params) == before
+    core.close()
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {},
+        {"max_num_seqs": 1, "max_num_tokens": 64, "max_num_tokens_while_decoding": 64},
+        {"max_num_seqs": 16, "max_seq_len": 300, "max_input_len": 299},
+    ],
+)
+def test_steps_of_several_rows_keep_to_the_limits(limits: dict[str, int]) -> None:
+    config = EngineConfig(model_dir="bundled", **({"max_seq_len": 16384, "max_input_len": 16383} | limits))
+    steps = warm_up.mixed_steps(config)
+    for step in steps:
+        assert step.num_rows <= config.max_num_seqs and step.num_tokens <= config.max_num_tokens
+        assert (step.starts + step.lengths).max() < config.max_seq_len and step.lengths.min() > 0
+    if limits:
+        assert len(steps) > 2
+    else:
+        assert len(steps) == len(warm_up.MIXED)
+        assert max(step.num_decodes for step in steps) == 200
+        assert max(step.starts.max() for step in steps) == warm_up.FAR
