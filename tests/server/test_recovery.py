@@ -284,6 +284,7 @@ def test_open_streams_may_finish_after_sigterm_and_what_is_cut_is_told(
             assert "shutting down" in str(events[-1]), events[-1]
         assert server.launcher.wait(120) == 0
         wait_gone(server)
+        assert "serve: waiting for open sequences (2), up to " in server.log
 
 
 def test_a_lost_rank_is_replaced_and_nothing_is_waited_for_once_nothing_is_open(tmp_path: Path) -> None:

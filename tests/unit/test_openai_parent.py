@@ -123,3 +123,19 @@ def test_a_process_that_is_stopped_or_hangs_is_killed_and_a_stand_in_answers(
     lines = capfd.readouterr().err.splitlines()
     assert sum(said in line for line in lines) >= 6
     assert sum("takes its place in 0.5 s" in line for line in lines) >= 2
+
+
+STAYS = "signal.signal(signal.SIGTERM, signal.SIG_IGN); import time; time.sleep(60)"
+
+
+def test_the_end_tells_what_it_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    end = STAYS.replace("import time", "import time; os.write(options['notify'], b'+%d\\n' % os.getpid())")
+    monkeypatch.setattr(parent, "WORKER", [sys.executable, "-c", STAND_IN.format(ready=False, end=end)])
+    monkeypatch.setattr(parent, "SAY_AFTER_S", 0.1)
+    running = parent.Parent(options(tmp_path), LOOPBACK, 0, 1, stalled_s=0)
+    assert running.run(lambda up, _: running.stop() if up else None) == 0
+    said = capfd.readouterr().err
+    assert "openai: waiting for open requests, up to 1 s more\n" in said
+    assert "did not end within 1 s and is killed\n" in said
