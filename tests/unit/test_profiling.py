@@ -20,15 +20,20 @@ from perf_configs import read_trace
 
 
 class Engine:
-    """What a Profiling has around it. fails: why a trace cannot be written."""
+    """What a Profiling has around it. fails: why a trace cannot be written; cannot_start: the same."""
 
-    def __init__(self, folder: Path | str, fails: str = "") -> None:
+    def __init__(self, folder: Path | str, fails: str = "", cannot_start: str = "") -> None:
         self.answers: list[Profiled] = []
         self.written = 0
-        self._fails = fails
+        self._fails, self._cannot_start = fails, cannot_start
         config = EngineConfig(model_dir="bundled", profile_dir=str(folder))
-        runner: Any = SimpleNamespace(start_trace=lambda stem: [stem], write_trace=self._write)
+        runner: Any = SimpleNamespace(start_trace=self._start, write_trace=self._write)
         self.profiling = Profiling(config, runner, 0, self.answers.append)
+
+    def _start(self, stem: str) -> list[str]:
+        if self._cannot_start:
+            raise RuntimeError(self._cannot_start)
+        return [stem]
 
     def _write(self) -> None:
         if self._fails:
@@ -90,6 +95,16 @@ def test_a_trace_that_cannot_be_written_harms_no_step(tmp_path: Path) -> None:
     answer = engine.ask(0)
     assert answer.error == "the trace could not be written: no space left" and not answer.refused
     assert engine.ask(1).files, "the next one may be"
+
+
+def test_a_trace_that_cannot_start_harms_no_step(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, cannot_start="already running")
+    answer = engine.ask(1)
+    assert answer.error == "the trace could not be started: already running" and not answer.refused
+    engine.profiling.step_read()
+    engine.profiling.advance()
+    assert engine.written == 0
+    assert engine.ask(0).error == "no trace was started: POST /start_profile"
 
 
 def test_a_file_that_is_too_large_does_not_stay(tmp_path: Path, monkeypatch: Any) -> None:

@@ -70,9 +70,14 @@ class Profiling:
     def _start(self, steps: int) -> None:
         assert self._folder is not None
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() // 1000 % 10**6:06}-engine-{self._number}"
-        self._files = self._runner.start_trace(str(self._folder / name))
-        self._tracing, self._left, self._error = True, steps, ""
-        self._until = time.monotonic() + MOST_S
+        self._error, self._left, self._until = "", steps, time.monotonic() + MOST_S
+        try:
+            self._files = self._runner.start_trace(str(self._folder / name))
+        except (OSError, RuntimeError) as error:  # another profiler may be attached to the process
+            self._files, self._error = [], f"the trace could not be started: {error}"
+            log.error("%s", self._error)
+            return
+        self._tracing = True
         log.info("tracing the next %d steps", steps)
 
     def span(self, what: str, plan: StepPlan | None = None) -> AbstractContextManager[object]:

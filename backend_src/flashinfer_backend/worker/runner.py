@@ -176,12 +176,12 @@ class Runner:
 
     def start_trace(self, stem: str) -> list[str]:
         """Trace this rank's steps, and let the others do so, until write_trace. Returns the files that each
-        will write; stem: what their paths begin with."""
-        if self.others is not None:
-            self.others.trace(stem)
+        will write; stem: what their paths begin with. Raises RuntimeError where this rank cannot."""
         shard = self.state.model.collectives.shard
         files = [f"{stem}-rank-{rank}.json" for rank in range(shard.size)]
         self._trace = StepTrace(self.device, Path(files[shard.rank]))
+        if self.others is not None:
+            self.others.trace(stem)
         return files
 
     def write_trace(self) -> None:
