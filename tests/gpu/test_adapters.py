@@ -17,9 +17,10 @@ from checkpoints import make_checkpoint
 from engine.harness import serve, start_core
 from engine.test_adapters import FORMS, asks, make_adapter
 from engine.test_generate import make_prompts
+from flashinfer_backend.ops import torch_ops
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
-from test_triton_adapters import SHAPES, check
+from test_triton_adapters import FUSED, SHAPES, Sample, check, check_fused, close
 
 pytestmark = pytest.mark.gpu
 # 8B's shapes: decodes, prompts, and a large rank.
@@ -34,6 +35,40 @@ LARGE = [
 @pytest.mark.parametrize("shape", SHAPES + LARGE, ids=str)
 def test_the_kernels_add_what_torch_adds(shape: tuple[Any, ...]) -> None:
     check(*shape, "cuda", torch.bfloat16)
+
+
+@pytest.mark.parametrize("case", FUSED, ids=str)
+def test_products_add_what_torch_adds(case: tuple[Any, ...]) -> None:
+    check_fused(*case, "cuda", torch.bfloat16)
+
+
+@pytest.mark.parametrize("rank", [16, 64])
+@pytest.mark.parametrize("tokens", [1, 7, 32, 64, 200, 700])
+def test_operations_of_an_8b_model(tokens: int, rank: int) -> None:
+    """Whichever kernels this device takes for so many tokens; alone and in a graph."""
+    from flashinfer_backend.ops import cuda_ops
+
+    for role, columns, rows in (
+        ("qkv", 4096, (4096, 1024, 1024)),
+        ("gate_up", 4096, (14336, 14336)),
+        ("down", 14336, (4096,)),
+    ):
+        own = Sample(tokens, columns, rows, 8, rank, "cuda", torch.bfloat16, role)
+        chosen = cuda_ops.group_adapters(own.places, 8)
+
+        def computed(ops: Any, own: Sample = own, chosen: Any = chosen, role: str = role) -> torch.Tensor:
+            if role == "qkv":
+                return ops.norm_linear(own.x, own.norm, 1e-5, own.weight, None, chosen=chosen)
+            if role == "gate_up":
+                return ops.norm_gate_up_silu(own.x, own.norm, 1e-5, own.weight, chosen)
+            return ops.linear_add(own.x, own.weight, own.residual.clone(), chosen)
+
+        found, graph = computed(cuda_ops), torch.cuda.CUDAGraph()
+        close(found, computed(torch_ops), torch.bfloat16)
+        with torch.cuda.graph(graph):
+            again = computed(cuda_ops)
+        graph.replay()
+        assert torch.equal(again, found)
 
 
 def test_steps_with_and_without_adapters(tmp_path: Path) -> None:

@@ -391,3 +391,35 @@ def test_what_products_of_4_bits_compile():
     model = LLAMA.with_format("int4_awq_128")
     variants = prebuild_triton.collect(lambda: prebuild_triton.call_operations(CONFIG, model, torch.bfloat16))
     assert names(variants)["_dequantise"] == 2  # 4096 and 14336
+
+
+def test_products_with_adapters_fit_the_shared_memory():
+    """What adapters add is behind a pipeline that takes most of it. Those with tiles of 64 tokens, which take
+    the most."""
+    config = replace(CONFIG, max_loras=8, max_lora_rank=64)
+    numbers = tuned.load("NVIDIA H200")
+    assert numbers is not None
+    with device.use(numbers):
+        plain, adapted = (
+            prebuild_triton.collect(lambda c=c: prebuild_triton.call_operations(c, LLAMA, torch.bfloat16))
+            for c in (CONFIG, config)
+        )
+        found = [variant for variant in adapted if variant not in plain]
+        assert set(names(found)) == {"_linear", "_shrink", "_expand", "_distinct"}
+        largest = [
+            (kernel, data)
+            for kernel, data in found
+            if kernel.__name__ == "_linear" and sizes(data)["TOKENS"] == 64 and sizes(data)["GATED"]
+        ]
+        assert largest
+        for kernel, data in largest:
+            assert kernel.preload(data).metadata.shared <= 227 << 10
+
+
+def sizes(data: str) -> dict[str, Any]:
+    """A variant's constants by their names."""
+    from flashinfer_backend.ops.triton_linear import _linear
+
+    told = json.loads(data)
+    keys = [key[0] for key in told["constant_keys"]]
+    return {_linear.arg_names[key]: value for key, value in zip(keys, told["constant_vals"], strict=True)}

@@ -445,11 +445,11 @@ def test_candidates_are_compiled_together(monkeypatch, tmp_path):
         return linear(x, weight.data, tiling, gated=gated, **more)
 
     ops: Any = SimpleNamespace(  # of cuda_ops what few tokens take, which need no FlashInfer
-        norm_linear=lambda x, norm, eps, weight, bias, out=None: product(
+        norm_linear=lambda x, norm, eps, weight, bias, out=None, chosen=None: product(
             weight.role, x, weight, norm_weight=norm, eps=eps, bias=bias, out=out
         ),
-        linear_add=lambda x, weight, residual: product(weight.role, x, weight, residual=residual),
-        norm_gate_up_silu=lambda x, norm, eps, weight: product(
+        linear_add=lambda x, weight, residual, _: product(weight.role, x, weight, residual=residual),
+        norm_gate_up_silu=lambda x, norm, eps, weight, _: product(
             "gate_up", x, weight, norm_weight=norm, eps=eps, gated=True
         ),
     )

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
 from flashinfer_backend.models.adapters import Adapter, AdapterError, changed
+from flashinfer_backend.models.spec import Product
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.ops.weight import LowRank, Weight
 
@@ -49,6 +52,18 @@ class AdapterWeights:
         return sum(value.nbytes for pair in self.values for value in pair)
 
 
+def room(product: Product, count: int, most_rank: int, dtype: torch.dtype, device: torch.device) -> LowRank:
+    """Zeros for `count` adapters of a product, of ranks up to `most_rank`."""
+    rank = max(LEAST_RANK, 1 << (most_rank - 1).bit_length())
+    rows, columns = product.shape
+    ends = tuple(accumulate(source.rows for source in product.sources))
+    down, up = (
+        torch.zeros(shape, dtype=dtype, device=device)
+        for shape in ((count, len(ends), rank, columns), (count, rows, rank))
+    )
+    return LowRank(down, up, ends)
+
+
 class AdapterPlaces:
     """Room for `count` adapters of ranks up to `most_rank` in a model's weights. Steps name a place. What a
     place holds can be replaced at any time while no step names it."""
@@ -56,19 +71,10 @@ class AdapterPlaces:
     def __init__(self, model: Transformer, count: int, most_rank: int) -> None:
         self._model, self.count = model, count
         self._stream = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
-        rank = max(LEAST_RANK, 1 << (most_rank - 1).bit_length())
         for layer in model.layers:
             for product in layer.spec.adaptable:
-                rows, columns = product.shape
-                ends, end = [], 0
-                for source in product.sources:
-                    ends.append(end := end + source.rows)
                 weight: Weight = getattr(layer, product.name)
-                down, up = (
-                    torch.zeros(shape, dtype=model.dtype, device=model.device)
-                    for shape in ((count, len(ends), rank, columns), (count, rows, rank))
-                )
-                weight.adapters = LowRank(down, up, tuple(ends))
+                weight.adapters = room(product, count, most_rank, model.dtype, model.device)
 
     @torch.inference_mode()
     def install(self, place: int, weights: AdapterWeights, after: torch.cuda.Event | None = None) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flashinfer_backend.models.rope import cos_sin, query_scales
 from flashinfer_backend.models.spec import Experts, LayerSpec, ModelSpec, Product
 from flashinfer_backend.ops.collectives import ALONE, Collectives
-from flashinfer_backend.ops.weight import Weight
+from flashinfer_backend.ops.weight import Chosen, Weight
 
 KVCaches = list[tuple[Tensor, Tensor]]
 
@@ -86,7 +86,7 @@ class Layer(nn.Module):
         kv_cache: tuple[Tensor, Tensor],
         out: Tensor | None = None,
         collectives: Collectives = ALONE,
-        chosen: Tensor | None = None,
+        chosen: Chosen | None = None,
     ) -> Tensor:
         """Up to attention: stores this step's keys and values, returns q[T, Hq, D] (in `out` when given).
         chosen: the tokens' adapters, as in Transformer.forward."""
@@ -124,19 +124,11 @@ class Layer(nn.Module):
             q *= self.query_scales[positions].view(-1, 1, 1)
         return q
 
-    def _product(self, x: Tensor, norm: Tensor | None, weight: Weight, chosen: Tensor | None) -> Tensor:
+    def _product(self, x: Tensor, norm: Tensor | None, weight: Weight, chosen: Chosen | None) -> Tensor:
         """weight of x[T, K], normed first if there is a norm, with its tokens' adapters -> [T, N]."""
-        if chosen is not None and norm is not None:
-            x, norm = self.ops.rms_norm(x, norm, self.eps), None
         if norm is None:
-            return self._adapted(self.ops.linear(x, weight, weight.bias), x, weight, chosen)
-        return self.ops.norm_linear(x, norm, self.eps, weight, weight.bias)
-
-    def _adapted(self, product: Tensor, x: Tensor, weight: Weight, chosen: Tensor | None) -> Tensor:
-        """product[T, N] of x[T, K] with what its tokens' adapters add, in place."""
-        if chosen is None or weight.adapters is None:
-            return product
-        return self.ops.add_adapters(product, x, weight.adapters, chosen)
+            return self.ops.linear(x, weight, weight.bias, chosen)
+        return self.ops.norm_linear(x, norm, self.eps, weight, weight.bias, chosen=chosen)
 
     def _norm_all_heads(self, qkv: Tensor, collectives: Collectives) -> None:
         """Norm the queries of all ranks' heads together, and the keys, in place."""
@@ -150,7 +142,7 @@ class Layer(nn.Module):
             part.copy_((x * torch.rsqrt(square.unsqueeze(-1) + self.eps)).to(part.dtype) * weight)
 
     def after(
-        self, attended: Tensor, hidden: Tensor, collectives: Collectives, chosen: Tensor | None = None
+        self, attended: Tensor, hidden: Tensor, collectives: Collectives, chosen: Chosen | None = None
     ) -> Tensor:
         """From attention on: attended[T, Hq, D] and the residual stream -> the next one."""
         x, residual = attended.view(len(hidden), -1), None if self.mixer_norm is not None else hidden
@@ -165,7 +157,7 @@ class Layer(nn.Module):
         as well, unless what is added is normed first. May overwrite hidden."""
         return self._mlp(hidden, None if self.mlp_norm is not None else hidden)
 
-    def _mlp(self, hidden: Tensor, residual: Tensor | None, chosen: Tensor | None = None) -> Tensor:
+    def _mlp(self, hidden: Tensor, residual: Tensor | None, chosen: Chosen | None = None) -> Tensor:
         mlp, ops = self.spec.mlp, self.ops
         if isinstance(mlp, Experts):
             weights = self.router, self.gate_up, self.down
@@ -175,9 +167,9 @@ class Layer(nn.Module):
                 shared = self._shared(hidden)
                 residual = shared if residual is None else residual + shared
             return ops.experts_add(hidden, self.post_norm, self.eps, *weights, *routing, residual, mlp.clip)
-        plain = mlp.activation == "silu" and self.gate_up.bias is None and chosen is None
+        plain = mlp.activation == "silu" and self.gate_up.bias is None
         if plain and self.post_norm is not None:
-            inner = ops.norm_gate_up_silu(hidden, self.post_norm, self.eps, self.gate_up)
+            inner = ops.norm_gate_up_silu(hidden, self.post_norm, self.eps, self.gate_up, chosen)
         else:
             product = self._product(hidden, self.post_norm, self.gate_up, chosen)
             inner = ops.activate(product, mlp.activation)
@@ -191,10 +183,9 @@ class Layer(nn.Module):
         gate = torch.sigmoid(F.linear(normed, self.shared_gate.data))
         return gate * ops.linear_add(inner, self.shared_down, None)
 
-    def _added(self, x: Tensor, weight: Weight, residual: Tensor | None, chosen: Tensor | None) -> Tensor:
+    def _added(self, x: Tensor, weight: Weight, residual: Tensor | None, chosen: Chosen | None) -> Tensor:
         """A rank's part of residual + weight of x + bias + what its tokens' adapters add."""
-        added = self.ops.linear_add(x, weight, self._of_one_rank(residual))
-        added = self._adapted(added, x, weight, chosen)
+        added = self.ops.linear_add(x, weight, self._of_one_rank(residual), chosen)
         return added if weight.bias is None or self.rank else added + weight.bias
 
     def _onto(self, hidden: Tensor, added: Tensor, norm: Tensor | None) -> Tensor:
@@ -270,7 +261,7 @@ class Transformer(nn.Module):
         rows: Tensor | None = None,
         between_layers: Callable[[], object] = lambda: None,
         taps: Taps | None = None,
-        chosen: Tensor | None = None,
+        chosen: Chosen | None = None,
     ) -> Tensor:
         """One step over T tokens -> [R, hidden], the residual stream of the tokens in `rows` before the final
         norm; of all T without.
@@ -279,8 +270,7 @@ class Transformer(nn.Module):
         of each layer's where layers are in several cache groups), rows[R] int32; kv_caches: per layer (K, V),
         each [blocks, P, Hkv, D]. attention was planned for this step. between_layers is called after each
         layer's attention, so that the caller can do other work. taps: other layers' outputs that are wanted.
-        chosen[T] int32: each token's adapter, by its place in Weight.adapters; -1: none; None: no token has
-        one.
+        chosen: the tokens' adapters, by their places in Weight.adapters; None: no token has one.
         """
         inputs, attended, hidden = (input_ids, positions, cache_locations), None, None
         for index in range(len(self.layers)):
@@ -300,7 +290,7 @@ class Transformer(nn.Module):
         hidden: Tensor | None,
         out: Tensor | None = None,
         taps: Taps | None = None,
-        chosen: Tensor | None = None,
+        chosen: Chosen | None = None,
     ) -> tuple[Tensor, Tensor]:
         """What a step runs before the attention of layer `index`, from the attention of the layer before on,
         or from the embedding: attended[T, Hq, D] and the residual stream there -> q[T, Hq, D] (in `out` when
@@ -321,13 +311,13 @@ class Transformer(nn.Module):
         return q, hidden
 
     def finish(
-        self, attended: Tensor, hidden: Tensor, rows: Tensor | None, chosen: Tensor | None = None
+        self, attended: Tensor, hidden: Tensor, rows: Tensor | None, chosen: Chosen | None = None
     ) -> Tensor:
         """The last piece, from the last layer's attention on, for the tokens in `rows`: the others' residual
         stream is not read."""
         if rows is not None:
             attended, hidden = attended[rows], hidden[rows]
-            chosen = None if chosen is None else chosen[rows]
+            chosen = None if chosen is None else chosen.of(rows)
             if not len(rows):
                 return hidden
         return self.layers[-1].after(attended, hidden, self.collectives, chosen)

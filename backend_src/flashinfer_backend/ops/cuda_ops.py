@@ -16,25 +16,25 @@ from torch import Tensor
 
 from flashinfer_backend.ops import cublas, cuda_experts, cuda_fp8, cuda_int4, gated_linear, triton_linear
 from flashinfer_backend.ops.tilings import choose
-from flashinfer_backend.ops.triton_adapters import add_adapters
+from flashinfer_backend.ops.triton_adapters import expand, group_adapters, shrink
 from flashinfer_backend.ops.triton_delta import causal_conv, delta_gates, gated_delta_rule, gated_norm
 from flashinfer_backend.ops.triton_drafts import accept, draft_inputs, ngram_drafts, record_tokens
 from flashinfer_backend.ops.triton_fp8 import Norm
 from flashinfer_backend.ops.triton_inputs import step_inputs
 from flashinfer_backend.ops.triton_rope import rope_and_store
 from flashinfer_backend.ops.triton_sample import keep_allowed, sample
-from flashinfer_backend.ops.weight import DENSE, Int4, Weight
+from flashinfer_backend.ops.weight import DENSE, Chosen, Int4, LowRank, Weight
 
 __all__ = [
     "accept",
     "activate",
-    "add_adapters",
     "causal_conv",
     "delta_gates",
     "draft_inputs",
     "experts_add",
     "gated_delta_rule",
     "gated_norm",
+    "group_adapters",
     "keep_allowed",
     "linear",
     "linear_add",
@@ -61,16 +61,20 @@ def norm_linear(
     weight: Weight,
     bias: Tensor | None,
     out: Tensor | None = None,
+    chosen: Chosen | None = None,
 ) -> Tensor:
-    """rms_norm(x) @ weight.T + bias: x[T, H], weight[N, H], bias[N] or None -> [T, N], in `out` when given.
-    x is unchanged."""
+    """linear() of rms_norm(x), in `out` when given. x is unchanged."""
+    low, data = _adapters(weight, chosen), weight.data
+    if low is not None and not _part_of_product(weight, len(x), low):
+        normed = rms_norm(x, norm_weight, eps)
+        product = linear(normed, weight, bias, chosen)
+        return product if out is None else out.copy_(product)
     if weight.format is not DENSE:
         if isinstance(weight.format, Int4):
             product = cuda_int4.product(x, weight, norm_weight, eps, bias)
         else:
             product = cuda_fp8.product(x, weight, bias, norm=Norm(norm_weight, eps))
         return product if out is None else out.copy_(product)
-    data = weight.data
     tiling = choose(weight.role, x.shape[0], data)
     if tiling is None:
         normed = rms_norm(x, norm_weight, eps)
@@ -82,13 +86,30 @@ def norm_linear(
                 if bias is None
                 else out.copy_(F.linear(normed, data, bias))
             )
-    if tiling.fuse_norm:
-        return triton_linear.linear(x, data, tiling, norm_weight, eps, bias, out=out)
-    return triton_linear.linear(rms_norm(x, norm_weight, eps), data, tiling, bias=bias, out=out)
+    norm = norm_weight if tiling.fuse_norm else None
+    x = x if tiling.fuse_norm else rms_norm(x, norm_weight, eps)
+    added = shrink(x, low, chosen, norm) if low is not None and chosen is not None else None
+    return triton_linear.linear(x, data, tiling, norm, eps, bias, out=out, added=added)
 
 
-def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias: x[T, K], weight[N, K], bias[N] or None -> [T, N]."""
+def _adapters(weight: Weight, chosen: Chosen | None) -> LowRank | None:
+    return None if chosen is None else weight.adapters
+
+
+def _part_of_product(weight: Weight, tokens: int, low: LowRank) -> bool:
+    """Whether the kernel of the product adds what adapters do."""
+    if weight.format is not DENSE:
+        return False
+    tiling = choose(weight.role, tokens, weight.data)
+    return tiling is not None and triton_linear.takes_adapters(tiling, low)
+
+
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, chosen: Chosen | None = None) -> Tensor:
+    """x @ weight.T + bias: x[T, K], weight[N, K], bias[N] or None -> [T, N]; with what the tokens' adapters
+    add, where the weight has some."""
+    low = _adapters(weight, chosen)
+    if low is not None and chosen is not None:
+        return _adapted(x, weight, low, chosen, bias=bias)
     if isinstance(weight.format, Int4):
         return cuda_int4.product(x, weight, bias=bias)
     if weight.format is not DENSE:
@@ -101,6 +122,24 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, data, bias)
 
 
+def _adapted(
+    x: Tensor,
+    weight: Weight,
+    low: LowRank,
+    chosen: Chosen,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """x @ weight.T with a bias or a residual, and what adapters add."""
+    added = shrink(x, low, chosen)
+    if _part_of_product(weight, len(x), low):
+        tiling = choose(weight.role, len(x), weight.data)
+        assert tiling is not None
+        return triton_linear.linear(x, weight.data, tiling, bias=bias, residual=residual, added=added)
+    product = linear_add(x, weight, residual) if bias is None else linear(x, weight, bias)
+    return expand(product, added)
+
+
 def activate(x: Tensor, activation: str) -> Tensor:
     """x[T, 2I] -> activation(gate) * rest [T, I] with "silu" or "gelu_tanh"; with "relu2" x[T, I] ->
     max(x, 0) ** 2. See ops.torch_ops."""
@@ -110,12 +149,15 @@ def activate(x: Tensor, activation: str) -> Tensor:
     return product(x, enable_pdl=True)
 
 
-def linear_add(x: Tensor, weight: Weight, residual: Tensor | None) -> Tensor:
-    """residual (None: 0) + x @ weight.T: x[T, K], weight[H, K], residual[T, H] -> [T, H]. Use the returned
+def linear_add(x: Tensor, weight: Weight, residual: Tensor | None, chosen: Chosen | None = None) -> Tensor:
+    """residual (None: 0) + linear(x): x[T, K], weight[H, K], residual[T, H] -> [T, H]. Use the returned
     tensor.
 
     May overwrite residual.
     """
+    low = _adapters(weight, chosen)
+    if low is not None and chosen is not None:
+        return _adapted(x, weight, low, chosen, residual=residual)
     if isinstance(weight.format, Int4):
         return cuda_int4.product(x, weight, residual=residual)
     if weight.format is not DENSE:
@@ -128,14 +170,24 @@ def linear_add(x: Tensor, weight: Weight, residual: Tensor | None) -> Tensor:
     return triton_linear.linear(x, data, tiling, residual=residual)
 
 
-def norm_gate_up_silu(x: Tensor, norm_weight: Tensor, eps: float, gate_up: Weight) -> Tensor:
-    """silu(n @ gate.T) * (n @ up.T) with n = rms_norm(x): x[T, H], gate_up[2I, H] -> [T, I]."""
+def norm_gate_up_silu(
+    x: Tensor, norm_weight: Tensor, eps: float, gate_up: Weight, chosen: Chosen | None = None
+) -> Tensor:
+    """silu(gate) * up of norm_linear(x), whose columns are both: x[T, H], gate_up[2I, H] -> [T, I]."""
+    low, data = _adapters(gate_up, chosen), gate_up.data
+    if low is not None and not _part_of_product(gate_up, len(x), low):
+        return activate(norm_linear(x, norm_weight, eps, gate_up, None, chosen=chosen), "silu")
     if isinstance(gate_up.format, Int4):
         return cuda_int4.product(x, gate_up, norm_weight, eps, gated=True)
     if gate_up.format is not DENSE:
         return cuda_fp8.product(x, gate_up, gated=True, norm=Norm(norm_weight, eps))
-    data = gate_up.data
     tiling = choose(gate_up.role, x.shape[0], data)
+    if low is not None and chosen is not None:
+        assert tiling is not None
+        norm = norm_weight if tiling.fuse_norm else None
+        x = x if tiling.fuse_norm else rms_norm(x, norm_weight, eps)
+        added = shrink(x, low, chosen, norm)
+        return triton_linear.linear(x, data, tiling, norm, eps, gated=True, added=added)
     if tiling is not None and tiling.fuse_norm:
         return triton_linear.linear(x, data, tiling, norm_weight, eps, gated=True)
     normed = rms_norm(x, norm_weight, eps)

@@ -18,7 +18,7 @@ from flashinfer_backend.ops.torch_delta import delta_gates as delta_gates
 from flashinfer_backend.ops.torch_delta import delta_net as delta_net
 from flashinfer_backend.ops.torch_delta import gated_delta_rule as gated_delta_rule
 from flashinfer_backend.ops.torch_delta import gated_norm as gated_norm
-from flashinfer_backend.ops.weight import LowRank, Weight
+from flashinfer_backend.ops.weight import Chosen, Weight
 
 _MASK32 = 0xFFFFFFFF
 
@@ -41,16 +41,17 @@ def norm_linear(
     weight: Weight,
     bias: Tensor | None,
     out: Tensor | None = None,
+    chosen: Chosen | None = None,
 ) -> Tensor:
-    """rms_norm(x) @ weight.T + bias: x[T, H], weight[N, H], bias[N] or None -> [T, N], in `out` when given.
-    x is unchanged."""
-    product = weight.format.product(rms_norm(x, norm_weight, eps), weight, bias)
+    """linear() of rms_norm(x), in `out` when given. x is unchanged."""
+    product = linear(rms_norm(x, norm_weight, eps), weight, bias, chosen)
     return product if out is None else out.copy_(product)
 
 
-def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias: x[T, K], weight[N, K], bias[N] or None -> [T, N]."""
-    return weight.format.product(x, weight, bias)
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, chosen: Chosen | None = None) -> Tensor:
+    """x @ weight.T + bias: x[T, K], weight[N, K], bias[N] or None -> [T, N]; with what the tokens' adapters
+    add, where the weight has some."""
+    return _add_adapters(weight.format.product(x, weight, bias), x, weight, chosen)
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
@@ -63,21 +64,32 @@ def activate(x: Tensor, activation: str) -> Tensor:
     return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * rest
 
 
-def linear_add(x: Tensor, weight: Weight, residual: Tensor | None) -> Tensor:
-    """residual (None: 0) + x @ weight.T: x[T, K], weight[H, K], residual[T, H] -> [T, H]. Use the returned
+def linear_add(x: Tensor, weight: Weight, residual: Tensor | None, chosen: Chosen | None = None) -> Tensor:
+    """residual (None: 0) + linear(x): x[T, K], weight[H, K], residual[T, H] -> [T, H]. Use the returned
     tensor."""
-    product = weight.format.product(x, weight)
+    product = linear(x, weight, None, chosen)
     return product if residual is None else residual + product
 
 
-def add_adapters(product: Tensor, x: Tensor, adapters: LowRank, chosen: Tensor) -> Tensor:
-    """Add to product[T, N] what each token's adapter adds for x[T, K], in place; returns product. chosen[T]
-    int32: places of adapters; -1: none. down @ x is rounded to x's dtype, as PEFT does."""
-    down, up, ends = adapters
-    for place in chosen.unique().tolist():
-        if place < 0:
+def group_adapters(places: Tensor, room: int) -> Chosen:
+    """places[T] int32: each token's adapter, of `room`; -1: none."""
+    found = places[places >= 0].unique()
+    rest = max(1, min(len(places), room)) - len(found)
+    distinct = F.pad(found, (1, rest), value=-1).int()
+    distinct[0] = len(found)
+    return Chosen(places, distinct)
+
+
+def _add_adapters(product: Tensor, x: Tensor, weight: Weight, chosen: Chosen | None) -> Tensor:
+    """Add to product[T, N] what each token's adapter adds for x[T, K], in place; returns product. down @ x is
+    rounded to x's dtype, as PEFT does."""
+    if weight.adapters is None or chosen is None:
+        return product
+    down, up, ends = weight.adapters
+    for place in chosen.distinct[1:].tolist():
+        rows = (chosen.places == place).nonzero()[:, 0]
+        if place < 0 or not len(rows):
             continue
-        rows = (chosen == place).nonzero()[:, 0]
         own, start = x[rows].float(), 0
         for part, end in enumerate(ends):
             inner = (own @ down[place, part].float().T).to(x.dtype).float()
@@ -86,12 +98,14 @@ def add_adapters(product: Tensor, x: Tensor, adapters: LowRank, chosen: Tensor) 
     return product
 
 
-def norm_gate_up_silu(x: Tensor, norm_weight: Tensor, eps: float, gate_up: Weight) -> Tensor:
-    """silu(n @ gate.T) * (n @ up.T) with n = rms_norm(x): x[T, H] -> [T, I].
+def norm_gate_up_silu(
+    x: Tensor, norm_weight: Tensor, eps: float, gate_up: Weight, chosen: Chosen | None = None
+) -> Tensor:
+    """silu(gate) * up of norm_linear(x): x[T, H] -> [T, I].
 
     gate_up[2I, H] holds the gate in rows 0..I and the up projection in rows I..2I.
     """
-    gate, up = gate_up.format.product(rms_norm(x, norm_weight, eps), gate_up).chunk(2, dim=-1)
+    gate, up = norm_linear(x, norm_weight, eps, gate_up, None, chosen=chosen).chunk(2, dim=-1)
     return F.silu(gate) * up
 
 

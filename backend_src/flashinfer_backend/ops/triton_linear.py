@@ -19,28 +19,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashinfer_backend.core.tuned import PARTIAL_SUMS, SPLIT_BLOCKS, Tiling
 from flashinfer_backend.ops.fp8 import E4M3, LARGEST, SMALLEST_PEAK
+from flashinfer_backend.ops.triton_adapters import CHUNK, add_expanded
+from flashinfer_backend.ops.triton_prefetch import prefetch_rows
+from flashinfer_backend.ops.weight import Added, LowRank
 
 _LARGEST, _SMALLEST_PEAK = tl.constexpr(LARGEST), tl.constexpr(SMALLEST_PEAK)
-
-
-@triton.jit
-def _prefetch_rows(
-    weight, row, column, stride, ROWS: tl.constexpr, ROW_BYTES: tl.constexpr, THREADS: tl.constexpr
-):
-    BYTES: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
-    # One bulk prefetch per thread: a row's bytes are cut in pieces until there is one for each.
-    PIECES: tl.constexpr = THREADS // ROWS if THREADS > ROWS else 1
-    index = tl.arange(0, ROWS * PIECES)
-    address = weight + (row + index // PIECES).to(tl.int64) * stride + column
-    address += (index % PIECES) * (ROW_BYTES // BYTES // PIECES)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; // $0",
-        "=r,l,r",
-        [address.to(tl.int64), tl.full([ROWS * PIECES], ROW_BYTES // PIECES, tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
@@ -66,7 +49,7 @@ def _add_product(acc, x, block, x_scale, SWAP: tl.constexpr, QUANTISE: tl.conste
     return acc
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["places", "distinct"])
 def _linear(
     x,
     x_blocks,
@@ -80,6 +63,12 @@ def _linear(
     out,
     partial,
     counters,
+    inner,
+    up_adapters,
+    places,
+    distinct,
+    first_end,
+    second_end,
     tokens,
     rows,
     eps,
@@ -97,6 +86,10 @@ def _linear(
     THREADS: tl.constexpr,
     QUANTISE: tl.constexpr,
     NATIVE: tl.constexpr,
+    PARTS: tl.constexpr,
+    RANK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     # Token blocks of the same weights are neighbours, so that the weights come from L2 the second time.
     token_blocks = tl.cdiv(tokens, TOKENS)
@@ -108,9 +101,9 @@ def _linear(
     if PREFETCH > 0:
         WHOLE: tl.constexpr = SHARE * (weight.dtype.element_ty.primitive_bitwidth // 8)
         ROW_BYTES: tl.constexpr = PREFETCH // ROWS if PREFETCH // ROWS < WHOLE else WHOLE
-        _prefetch_rows(weight, row, column, K, ROWS, ROW_BYTES, THREADS)
+        prefetch_rows(weight, row, column, K, ROWS, ROW_BYTES, THREADS)
         if GATED:
-            _prefetch_rows(weight, rows + row, column, K, ROWS, ROW_BYTES, THREADS)
+            prefetch_rows(weight, rows + row, column, K, ROWS, ROW_BYTES, THREADS)
     # One token alone is multiplied as COLUMNS equal ones: tensor cores take no fewer.
     COLUMNS: tl.constexpr = TOKENS if TOKENS > 1 else 16
     t = token + tl.arange(0, TOKENS)
@@ -167,6 +160,47 @@ def _linear(
             up = _add_product(up, x_block, up_block, x_scale, SWAP, QUANTISE)
     if NATIVE and not EARLY:
         gdc_launch_dependents()
+    if inner is not None and split == 0:
+        # Before the norm's scale, which is also a factor of what adapters add.
+        height = 2 * rows if GATED else rows
+        part = (row >= first_end).to(tl.int32) + (row >= second_end).to(tl.int32)
+        acc = add_expanded(
+            acc,
+            inner,
+            up_adapters,
+            places,
+            distinct,
+            t,
+            n,
+            part,
+            tokens,
+            height,
+            height,
+            PARTS,
+            RANK,
+            SPLITS,
+            CHUNK,
+            SWAP,
+        )
+        if GATED:
+            up = add_expanded(
+                up,
+                inner,
+                up_adapters,
+                places,
+                distinct,
+                t,
+                rows + n,
+                1,
+                tokens,
+                height,
+                height,
+                PARTS,
+                RANK,
+                SPLITS,
+                CHUNK,
+                SWAP,
+            )
     if SWAP:
         acc = acc.T
         up = up.T
@@ -236,6 +270,20 @@ def workspace(device: torch.device) -> _Workspace:
     return _workspaces[device]
 
 
+def takes_adapters(tiling: Tiling, low: LowRank) -> bool:
+    """Whether what adapters add to a weight in 16 bits can be part of its product: each block of rows is of
+    one module, and of as many tokens as tensor cores take."""
+    return tiling.tokens >= 16 and not any(end % tiling.rows for end in low.ends)
+
+
+def _pointers(added: Added | None, rows: int) -> tuple[Tensor | int | None, ...]:
+    """Of the kernel's adapters, and where its second and third part begin."""
+    if added is None:
+        return None, None, None, None, rows, rows
+    inner, low, chosen = added
+    return inner, low.up, *chosen, *(*low.ends, rows, rows)[:2]
+
+
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -247,6 +295,7 @@ def linear(
     gated: bool = False,
     out: Tensor | None = None,
     scales: tuple[Tensor | None, Tensor] | None = None,
+    added: Added | None = None,
     native: bool = True,
 ) -> Tensor:
     """x[T, K] times weight[N, K] transposed, with what is given applied -> [T, N], in `out` when given.
@@ -259,6 +308,8 @@ def linear(
     it, and the rest is bfloat16. With None for those of x, x is of 16 bits and quantised here: tiling.inner
     columns of a row at a time by their largest magnitude, after the norm's weight and before its factor of
     the row. That is never coarser than a scale for the row, but not the same bits.
+
+    added: what adapters add, where takes_adapters; with norm_weight of x times that (triton_adapters.shrink).
 
     native: with what a GPU alone has, and Triton's interpreter does not know.
     """
@@ -282,6 +333,7 @@ def linear(
         out,
         space.partial if space else None,
         space.counters if space else None,
+        *_pointers(added, rows),
         tokens,
         rows,
         eps,
@@ -299,6 +351,10 @@ def linear(
         THREADS=32 * tiling.warps,
         QUANTISE=quantise,
         NATIVE=native,
+        PARTS=1 if added is None else added.inner.shape[2],
+        RANK=1 if added is None else added.inner.shape[3],
+        SPLITS=1 if added is None else len(added.inner),
+        CHUNK=CHUNK,
         num_warps=tiling.warps,
         launch_pdl=native,
     )

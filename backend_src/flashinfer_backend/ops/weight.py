@@ -82,6 +82,27 @@ class LowRank(NamedTuple):
     ends: tuple[int, ...]
 
 
+class Chosen(NamedTuple):
+    """Each token's adapter. places: int32 [T], of S; -1: none. distinct: int32 [1 + L], L = min(T, S), how
+    many different ones there are, these, ascending, and -1 for the rest. Some may be of no token."""
+
+    places: Tensor
+    distinct: Tensor
+
+    def of(self, rows: Tensor) -> Chosen:
+        """Of some of the tokens."""
+        return Chosen(self.places[rows], self.distinct)
+
+
+class Added(NamedTuple):
+    """What adapters will add to a product. inner: float32 [splits, T, P, R], whose sum over splits is down @
+    x of each token with an adapter; elsewhere it is undefined."""
+
+    inner: Tensor
+    low: LowRank
+    chosen: Chosen
+
+
 class Weight(nn.Module):
     """Stands for a matrix [N, K] of a product x[T, K] @ weight.T. `shape`: [N, K]. `data` [N, K] holds its
     elements (of 4 bits: packed as in ops.int4 or ops.mxfp4), `scale`, `zero` and `order` further tensors of a

@@ -24,6 +24,7 @@ from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.step import Feeds, StepPlan
 from flashinfer_backend.models.transformer import Taps, Transformer
 from flashinfer_backend.ops.staging import StagingRing
+from flashinfer_backend.ops.weight import Chosen
 from flashinfer_backend.speculate.proposer import Proposer
 
 
@@ -65,6 +66,7 @@ class DeviceState:
         self.lengths = torch.zeros(rows, dtype=torch.int32, device=self.device)
         self.last_token = torch.zeros(rows, dtype=torch.int32, device=self.device)
         self.adapters = torch.full((rows,), -1, dtype=torch.int32, device=self.device)
+        self._max_loras = config.max_loras
         drafts = proposer.count if proposer is not None else 0
         self.drafts = torch.zeros((rows, drafts), dtype=torch.int32, device=self.device)
         # Those of a step with all of its drafts, for attention of layers that run once some are rejected.
@@ -149,6 +151,10 @@ class DeviceState:
         if len(plan.adapters):
             slots, places = self.staging.upload([plan.adapters.T.reshape(-1)]).view(2, -1)
             self.adapters[slots] = places
+
+    def chosen(self, slots: torch.Tensor) -> Chosen:
+        """The adapters of tokens of these slots."""
+        return self.ops.group_adapters(self.adapters[slots], self._max_loras)
 
     def feed(
         self, plan: StepPlan, size: int

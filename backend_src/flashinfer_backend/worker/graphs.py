@@ -33,6 +33,7 @@ from flashinfer_backend.attention.contract import Captured, Prepared, StepShape
 from flashinfer_backend.core.draft_counts import draft_counts, drafted_shapes
 from flashinfer_backend.core.step import NONE, Feeds, StepPlan, Wants
 from flashinfer_backend.models.transformer import Taps
+from flashinfer_backend.ops.weight import Chosen
 from flashinfer_backend.worker.device_state import DeviceState
 from flashinfer_backend.worker.drafting import Drafting, Fed
 
@@ -313,7 +314,7 @@ class DecodeGraphs:
             temperature, suppressed, slots, fed = rest.split([tokens, tokens, size, size])
             input_ids, owners, positions, locations = state.draft_inputs(slots, fed, feeds)
         cache_locations, taps = state.by_layer(locations), state.taps(tokens)
-        chosen = state.adapters[owners] if self._adapted else None
+        chosen = state.chosen(owners) if self._adapted else None
         inputs = input_ids, positions, cache_locations, state.kv_layers, attention
         hidden = state.model(*inputs, taps=taps, chosen=chosen)
         logits = state.model.logits(hidden, self._logits[:tokens])
@@ -379,8 +380,8 @@ class MixedGraphs:
         # Rows of padding are never written: they must not hold NaN.
         self._attended = torch.zeros(shape, dtype=model.dtype, device=device)
         self._taps = state.taps(self.largest)
-        none = torch.full((self.largest,), -1, dtype=torch.int32, device=device)
-        self._chosen = none if adapted else None  # each token's adapter
+        dummies = torch.full((self.largest,), state.dummy_slot, dtype=torch.int32, device=device)
+        self._chosen = state.chosen(dummies) if adapted else None
         self._no_words = torch.empty(0, dtype=torch.int32, device=device)
         self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}
         self._hidden: dict[int, torch.Tensor] = {}
@@ -419,7 +420,7 @@ class MixedGraphs:
         cache_locations: torch.Tensor,
         full: FullStep,
         rows: torch.Tensor | None,
-        chosen: torch.Tensor | None,
+        chosen: Chosen | None,
     ) -> torch.Tensor:
         """As `run`, of a step that plan_full has planned."""
         self._copy(input_ids, positions, cache_locations, chosen)
@@ -435,7 +436,7 @@ class MixedGraphs:
         attention: Prepared,
         rows: torch.Tensor | None,
         between_layers: Callable[[], object],
-        chosen: torch.Tensor | None,
+        chosen: Chosen | None,
     ) -> torch.Tensor:
         """As Transformer.forward over inputs int32 [padded size] of which `tokens` are real; padding must lie
         in the dummy block. chosen: None unless captured for adapters."""
@@ -457,12 +458,13 @@ class MixedGraphs:
         ids: torch.Tensor,
         positions: torch.Tensor,
         locations: torch.Tensor,
-        chosen: torch.Tensor | None,
+        chosen: Chosen | None,
     ) -> None:
         tokens = len(ids)
         if self._chosen is not None:
             assert chosen is not None
-            self._chosen[:tokens].copy_(chosen)
+            for own, given in zip(self._chosen, chosen, strict=True):
+                own[: len(given)].copy_(given)
         self._inputs[0, :tokens].copy_(ids)
         self._inputs[1, :tokens].copy_(positions)
         self._inputs[2:, :tokens].copy_(locations.view(-1, tokens))
@@ -488,8 +490,11 @@ class MixedGraphs:
         _, hidden = self._model.piece(index, inputs, self._state.kv_layers, attended, hidden, *own)
         return hidden
 
-    def _own_chosen(self, size: int) -> torch.Tensor | None:
-        return None if self._chosen is None else self._chosen[:size]
+    def _own_chosen(self, size: int) -> Chosen | None:
+        if self._chosen is None:
+            return None
+        places, distinct = self._chosen
+        return Chosen(places[:size], distinct[: 1 + size])
 
     def _capture(self, size: int) -> None:
         hidden: torch.Tensor | None = None

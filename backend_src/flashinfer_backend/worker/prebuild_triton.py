@@ -26,6 +26,7 @@ from flashinfer_backend.core.tuned import steps
 from flashinfer_backend.models.spec import Experts, ModelSpec, Product
 from flashinfer_backend.ops import device
 from flashinfer_backend.ops.fp8 import E4M3
+from flashinfer_backend.ops.weight import Added
 
 log = logging.getLogger(__name__)
 
@@ -151,6 +152,8 @@ def call_operations(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) 
         return empty(*shape, of=torch.int32)
 
     _call_products(model, empty)
+    if config.max_loras:
+        _call_adapters(config, model, empty)
     mixer = model.attention
     heads, kv_heads, dim = mixer.heads, mixer.kv_heads, mixer.head_dim
     block = config.tokens_per_block
@@ -338,22 +341,47 @@ def _call_products(model: ModelSpec, empty: Callable[..., Tensor]) -> None:
             _call_fp8_product(product, model, empty)
 
 
-def _call_dense_product(product: Product, model: ModelSpec, empty: Callable[..., Tensor]) -> None:
+def _call_adapters(config: EngineConfig, model: ModelSpec, empty: Callable[..., Tensor]) -> None:
+    """As ops.cuda_ops does, with each size of tiles."""
+    from flashinfer_backend.models.adapter_places import room
+    from flashinfer_backend.ops import triton_adapters
+
+    limits, like = (config.max_loras, config.max_lora_rank), empty(0)
+    for tokens in (1, 32, 64, MANY):
+        places = empty(tokens, of=torch.int32)
+        chosen = triton_adapters.group_adapters(places, config.max_loras)
+        products = (product for layer in model.layers for product in layer.adaptable)
+        for product in {(each.name, each.shape): each for each in products}.values():
+            low = room(product, *limits, like.dtype, like.device)
+            added = triton_adapters.shrink(empty(tokens, product.shape[1]), low, chosen)
+            triton_adapters.expand(empty(tokens, product.shape[0]), added)
+            if product.format == "dense" and product.role and tokens < MANY:
+                _call_dense_product(product, model, empty, added)
+
+
+def _call_dense_product(
+    product: Product, model: ModelSpec, empty: Callable[..., Tensor], added: Added | None = None
+) -> None:
+    """added: of one step's adapters; what it has of each token stands for any number of tokens."""
     from flashinfer_backend.ops.tilings import choose
-    from flashinfer_backend.ops.triton_linear import linear
+    from flashinfer_backend.ops.triton_adapters import shrink
+    from flashinfer_backend.ops.triton_linear import linear, takes_adapters
 
     weight = empty(*product.shape)
     for limit, _ in steps(device.active().linear, product.role, product.shape):
         tokens = limit or MANY
         tiling = choose(product.role, tokens, weight)
-        if tiling is None:
+        if tiling is None or (added is not None and not takes_adapters(tiling, added.low)):
             continue
-        normed = tiling.fuse_norm and not product.adds
+        norm = empty(product.shape[1]) if tiling.fuse_norm and not product.adds else None
+        if added is not None and norm is not None:
+            shrink(empty(len(added.chosen.places), product.shape[1]), added.low, added.chosen, norm)
         linear(
             empty(tokens, product.shape[1]),
             weight,
             tiling,
-            norm_weight=empty(product.shape[1]) if normed else None,
-            eps=model.norm_eps if normed else 0.0,
+            norm_weight=norm,
+            eps=0.0 if norm is None else model.norm_eps,
+            added=added,
             **_around(product, model, tokens, empty),
         )

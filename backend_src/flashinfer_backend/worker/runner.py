@@ -312,7 +312,7 @@ class Runner:
         size = plan.num_tokens if graphs is None else graphs.padded(plan.num_tokens)
         state.update_block_table(plan)
         inputs, slots, sampling = state.feed(plan, size)
-        chosen = state.adapters[slots] if plan.adapted else None
+        chosen = state.chosen(slots) if plan.adapted else None
         batch = AttentionBatch(
             q_lens=plan.lengths,
             kv_lens=plan.starts + plan.lengths,
