@@ -189,10 +189,15 @@ def test_what_is_wrong_with_an_adapter_fails_its_requests_alone(
         (broken / "adapter_config.json").write_text(json.dumps(config))
         client.failure.clear()
         assert client.generate(prompts, asks(broken)) == merged(model, adapters[0], prompts, 24)
+        # So is one whose settings alone are others.
+        (broken / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 6 * config["r"]}))
+        changed = merged(model, broken, prompts, 24)
+        assert client.generate(prompts, asks(broken)) == changed != merged(model, adapters[0], prompts, 24)
 
 
 def test_an_adapter_that_failed_for_a_cancelled_request_is_tried_again(tmp_path: Path) -> None:
-    (tmp_path / "adapter_model.safetensors").touch()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).touch()
     loads: list[Future[Any]] = []
 
     def load(place: int, folder: str) -> Future[Any]:
@@ -206,7 +211,7 @@ def test_an_adapter_that_failed_for_a_cancelled_request_is_tried_again(tmp_path:
         if handle == 1:
             preparation.cancel(handle)
             loads[0].set_exception(AdapterError("broken"))
-    loads[1].set_result(Adapter(tmp_path, (0, 0), 1, ()))
+    loads[1].set_result(Adapter(tmp_path, ((0, 0), (0, 0)), 1, ()))
     assert [problem for _, problem in preparation.ready()] == [None]
 
 

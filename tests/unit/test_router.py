@@ -80,6 +80,8 @@ def test_keys_stand_for_all_tokens_up_to_the_block() -> None:
     swapped = tokens.copy()
     swapped[[0, 1]] = swapped[[1, 0]]
     assert not (one.keys(swapped) == keys).any()
+    assert not (one.keys(tokens, "/sql") == keys).any()
+    assert np.array_equal(one.keys(tokens, "/sql"), other.keys(tokens, "/sql"))
     assert len(one.keys(prompt(1, 5000))) == 2047 // BLOCK  # the rest would be refused anyway
 
 

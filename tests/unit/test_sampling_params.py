@@ -26,6 +26,7 @@ ASKING: dict[str, Any] = {
     "perf_metrics": None,
     "speculative_decoding": None,  # of the scheduler
     "adapter": None,  # of the layers
+    "adapter_name": None,  # of KV events
     "top_logprobs": None,  # of log_probs
     "bias_values": None,  # of bias_ids
     "grammar": None,  # of grammar_type

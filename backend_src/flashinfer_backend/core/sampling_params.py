@@ -56,6 +56,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     perf_metrics: bool = False
     pooled: bool = False  # what a model with pooling gives; max_tokens is 1 then, and the token means nothing
     adapter: str = ""  # folder of the adapter that the sequence is generated with
+    adapter_name: str = ""  # what the client calls it, for routers
     speculative_decoding: bool = True  # False: no drafts, where the engine makes some
 
     @property

@@ -14,15 +14,14 @@ from pathlib import Path
 from flashinfer_backend.core.deadlines import Waiting
 from flashinfer_backend.core.request import Request
 from flashinfer_backend.core.sampling_params import SamplingParams
-from flashinfer_backend.models.adapters import WEIGHTS, Adapter, AdapterError
-from flashinfer_backend.models.safetensors_file import state
+from flashinfer_backend.models.adapters import Adapter, AdapterError, State, adapter_state
 
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 1.0  # for which requests that wait for a place are overtaken by those whose adapter is there
 
-# An adapter: its folder, and the state of its file of weights. A file that is replaced is another adapter.
-Key = tuple[str, tuple[int, int]]
+# An adapter: its folder, and the state of its files. One that is replaced makes it another adapter.
+Key = tuple[str, State]
 
 
 @dataclass(eq=False)
@@ -74,7 +73,7 @@ class AdapterPreparation:
         folder = request.params.adapter
         key: Key | str
         try:
-            key = folder, state(Path(folder, WEIGHTS))
+            key = folder, adapter_state(Path(folder))
         except OSError as error:
             key = f"the adapter {folder} cannot be read: {error.strerror or error}"
         self._forget_failed(key)

@@ -3,8 +3,8 @@
 
 A message has three frames: the topic, a number that counts messages (8 bytes, big endian), and in msgpack
 [time, events, number of the engine]. Events: ["BlockStored", keys, key before them or nil, token ids, tokens
-of a block, nil, "GPU", adapter or nil], ["BlockRemoved", keys, "GPU"] and ["AllBlocksCleared"]. A key has 16
-bytes.
+of a block, nil, "GPU", the adapter's name or nil], ["BlockRemoved", keys, "GPU"] and ["AllBlocksCleared"]. A
+key has 16 bytes.
 
 A router that has missed messages asks for them by the first one's number, on a second socket. It gets the
 number and the third frame of each that is kept, and at the end a message whose third frame is empty.
@@ -120,7 +120,7 @@ class KVEvents:
             last[3].extend(tokens)
             return
         before = keys[column - 1] if column else None
-        adapter = request.params.adapter or None
+        adapter = request.params.adapter_name or None
         event = ["BlockStored", [keys[column]], before, tokens, size, None, MEDIUM, adapter]
         self._events.append(event)
 

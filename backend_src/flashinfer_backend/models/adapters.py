@@ -87,11 +87,15 @@ class Piece(NamedTuple):
     scale: float
 
 
+# Of an adapter's two files: what changes when one is replaced or written to.
+State = tuple[tuple[int, int], tuple[int, int]]
+
+
 class Adapter(NamedTuple):
-    """state: of the file of weights when it was read. rank: the largest of its modules."""
+    """state: of its files when they were read. rank: the largest of its modules."""
 
     folder: Path
-    state: tuple[int, int]
+    state: State
     rank: int
     pieces: tuple[Piece, ...]
 
@@ -103,11 +107,15 @@ class Adapter(NamedTuple):
 def read_adapter(folder: Path, spec: ModelSpec, most_rank: int) -> Adapter:
     """Of a folder with adapter_config.json and adapter_model.safetensors, what a rank's share `spec` of the
     model takes. Raises AdapterError."""
-    config, path = _config(folder), folder / WEIGHTS
+    path = folder / WEIGHTS
+    try:
+        found_state = adapter_state(folder)
+    except OSError:
+        found_state = (0, 0), (0, 0)  # one is missing, which is said below
+    config = _config(folder)
     alphas = _Alphas(folder, config)
     try:
         _check_kind(path)
-        found_state = state(path)
         with safe_open(path, framework="numpy") as file:
             tensors = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError:
@@ -284,9 +292,14 @@ def _no_place(folder: Path, module: str, spec: ModelSpec) -> str:
     )
 
 
+def adapter_state(folder: Path) -> State:
+    """Raises OSError."""
+    return state(folder / ADAPTER_CONFIG), state(folder / WEIGHTS)
+
+
 def changed(adapter: Adapter) -> bool:
-    """Whether the file of weights was replaced or written to since it was read."""
+    """Whether one of its files was replaced or written to since they were read."""
     try:
-        return state(adapter.file) != adapter.state
+        return adapter_state(adapter.folder) != adapter.state
     except OSError:
         return True

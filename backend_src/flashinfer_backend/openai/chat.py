@@ -185,7 +185,7 @@ class Turn:
             self.guide,
             log_probs,
             top,
-            adapter=door.adapter_folder(request.model) or "",
+            adapter=door.adapter(request.model),
         )
         pieces = door.decoder(skip_special_tokens=False)
 

@@ -110,7 +110,7 @@ async def completions(door: Door, asked: Asked) -> Response:
             asked.guide,
             request.logprobs is not None or count > n,
             request.logprobs or 0,
-            adapter=door.adapter_folder(request.model) or "",
+            adapter=door.adapter(request.model),
         )
         params.context_logits = echoed or by_id is not None
         rows.append((generation_request(request, prompt, params, bool(request.stream), asked.guide), count))

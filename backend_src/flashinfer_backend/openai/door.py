@@ -120,6 +120,11 @@ class Door:
             says = f"is {pooling.what}"
         raise ApiError(f"The model `{self.model.names[0]}` {says}", 404, "model")
 
+    def adapter(self, name: str) -> tuple[str, str]:
+        """Folder and name of the adapter that a request names as its model, for its SamplingParams."""
+        folder = self.adapter_folder(name)
+        return ("", "") if folder is None else (folder, name)
+
     def adapter_folder(self, name: str) -> str | None:
         """Of the adapter that a request names as its model; None where it names the model itself."""
         if self.adapters is None or not name or name in self.model.names:

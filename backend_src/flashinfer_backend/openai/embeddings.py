@@ -190,9 +190,9 @@ def _submit(
                 param=place,
                 code="context_length_exceeded" if ids else None,
             )
-        adapter = door.adapter_folder(request.model) or ""
+        folder, name = door.adapter(request.model)
         params = SamplingParams(
-            max_tokens=1, temperature=0.0, pooled=True, perf_metrics=True, adapter=adapter
+            max_tokens=1, temperature=0.0, pooled=True, perf_metrics=True, adapter=folder, adapter_name=name
         )
         timeout_us = round((request.queue_timeout or 0) * 1e6)
         row = GenerationRequest(

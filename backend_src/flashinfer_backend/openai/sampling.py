@@ -135,10 +135,10 @@ def sampling_params(
     guide: Guide = NO_GUIDE,
     log_probs: bool = False,
     top_logprobs: int = 0,
-    adapter: str = "",
+    adapter: tuple[str, str] = ("", ""),
 ) -> SamplingParams:
-    """tokens: of named_tokens. max_tokens: None for all that there is room for. adapter: its folder. Raises
-    ApiError for what does not fit."""
+    """tokens: of named_tokens. max_tokens: None for all that there is room for. adapter: its folder and name.
+    Raises ApiError for what does not fit."""
     if guide != NO_GUIDE and not limits.guided_decoding:
         raise ApiError(
             f"{guide.field} needs guided decoding, which is switched off on this server"
@@ -177,7 +177,8 @@ def sampling_params(
         log_probs=log_probs,
         top_logprobs=top_logprobs,
         perf_metrics=True,
-        adapter=adapter,
+        adapter=adapter[0],
+        adapter_name=adapter[1],
         speculative_decoding=request.speculative_decoding is not False,
     )
 

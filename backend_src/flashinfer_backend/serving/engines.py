@@ -117,7 +117,7 @@ class Engines:
         if share_prompt_with not in (0, LEADS):
             return self._of(share_prompt_with).submit(sink, prompt, *rest)
         tokens = np.frombuffer(prompt, "<i4")
-        order, keys, cached = self._router.choose(tokens)
+        order, keys, cached = self._router.choose(tokens, params.adapter)
         down = EngineDown(ENGINE_DOWN)
         for index in order or [0]:  # where none is up, a link says why
             try:

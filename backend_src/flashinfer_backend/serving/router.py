@@ -93,12 +93,12 @@ class Router:
         if self._loads is not None:
             self._loads.close()
 
-    def choose(self, prompt: np.ndarray) -> tuple[list[int], np.ndarray, list[int]]:
-        """For a prompt, int32 [n]: the engines that are up, best first; the prompt's keys; and the number of
-        its tokens that each engine has probably cached."""
+    def choose(self, prompt: np.ndarray, adapter: str = "") -> tuple[list[int], np.ndarray, list[int]]:
+        """For a prompt, int32 [n], with an adapter (its folder; "": none): the engines that are up, best
+        first; the prompt's keys; and the number of its tokens that each engine has probably cached."""
         if not self._opened and any(endpoint.status is not None for endpoint in self._endpoints):
             self._open()
-        keys, cached = self._keys(prompt), [0] * len(self._endpoints)
+        keys, cached = self._keys(prompt, adapter), [0] * len(self._endpoints)
         table, now = self._table, time.monotonic()
         others = [[0, 0]] * len(self._endpoints)
         if self._loads is not None and any(endpoint.up for endpoint in self._endpoints):
@@ -130,13 +130,13 @@ class Router:
         if len(keys) and table is not None and status is not None:
             table.add(index, keys, status)
 
-    def _keys(self, prompt: np.ndarray) -> np.ndarray:
+    def _keys(self, prompt: np.ndarray, adapter: str) -> np.ndarray:
         status = next((e.status for e in self._endpoints if e.status is not None), None)
         if not self._reuse or status is None or len(prompt) < status.block_size:
             return np.empty(0, np.uint64)
         if self._hasher is None:
             self._hasher = PromptHasher(status.max_input_len, status.block_size)
-        return self._hasher.keys(prompt)
+        return self._hasher.keys(prompt, adapter)
 
     def _open(self) -> None:
         self._opened, self._table = True, None

@@ -9,6 +9,7 @@ a request goes to another engine than the best.
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -32,10 +33,13 @@ class PromptHasher:
         generator = np.random.Generator(np.random.PCG64(_SEED))
         self._weights = generator.integers(0, 2**64, longest, dtype=np.uint64) | np.uint64(1)
 
-    def keys(self, prompt: np.ndarray) -> np.ndarray:
-        """uint64 [full blocks] of a prompt, int32 [n]: of each block one for all tokens up to its end."""
+    def keys(self, prompt: np.ndarray, adapter: str = "") -> np.ndarray:
+        """uint64 [full blocks] of a prompt, int32 [n]: of each block one for all tokens up to its end. Other
+        ones for each adapter, which is a folder, or "": none."""
         tokens = prompt[: len(self._weights)].astype(np.uint64) + np.uint64(1)
         sums = np.cumsum(tokens * self._weights[: len(tokens)], dtype=np.uint64)
+        if adapter:
+            sums += np.uint64(int.from_bytes(blake2b(adapter.encode(), digest_size=8).digest(), "big"))
         return _mixed(sums[self.block_size - 1 :: self.block_size])
 
 

@@ -15,8 +15,9 @@ INPUTS = ("lora_task_id", "lora_weights", "lora_config")
 
 def chosen_adapters(
     tensors: Mapping[str, np.ndarray], rows: int, name: str, adapters: AdapterNames | None
-) -> list[str]:
-    """The folder of each row's adapter; "" for none. tensors: lora_task_id uint64 [rows, 1], and with the
+) -> list[tuple[str, str]]:
+    """Folder and name of each row's adapter, both "" for none; a task id is its name. tensors: lora_task_id
+    uint64 [rows, 1], and with the
     first request of an id lora_weights float16 [rows, modules, n] and lora_config int32 [rows, modules, 3].
     name: the request's lora_name. adapters: None for a model without. Raises ValueError."""
     given = [each for each in INPUTS if each in tensors and tensors[each].size]
@@ -25,7 +26,7 @@ def chosen_adapters(
             raise ValueError(f"{given[0]} is not supported: this model has no LoRA; build it with max_loras")
         if name:
             raise ValueError(f"lora_name is {shown(name)}: this model has no LoRA; build it with max_loras")
-        return [""] * rows
+        return [("", "")] * rows
     if name and given:
         raise ValueError(f"lora_name and {given[0]} both name an adapter; leave one of them out")
     if name:
@@ -33,9 +34,9 @@ def chosen_adapters(
         if folder is None:
             there = some(sorted(adapters.folders)) or "none"
             raise ValueError(f"lora_name is {shown(name)}; the adapters are: {there}")
-        return [folder] * rows
+        return [(folder, name)] * rows
     if not given:
-        return [""] * rows
+        return [("", "")] * rows
     if "lora_task_id" not in given:
         raise ValueError(f"{given[0]} needs lora_task_id, by which later requests name the adapter")
     if len(given) == 2:
@@ -45,14 +46,14 @@ def chosen_adapters(
     if len(ids) != rows:
         raise ValueError(f"lora_task_id has {len(ids)} values; it should have one for each of {rows} rows")
     if len(given) == 1:
-        return [adapters.task(number) for number in ids]
+        return [(adapters.task(number), str(number)) for number in ids]
     weights, config = (_by_row(each, tensors[each], rows) for each in INPUTS[1:])
     if config.shape[-1] != 3 or weights.shape[:2] != config.shape[:2]:
         raise ValueError(
             f"lora_weights {list(weights.shape)} and lora_config {list(config.shape)} should be"
             f" [{rows}, modules, n] and [{rows}, modules, 3]"
         )
-    return [adapters.keep_task(*each) for each in zip(ids, weights, config, strict=True)]
+    return [(adapters.keep_task(*each), str(each[0])) for each in zip(ids, weights, config, strict=True)]
 
 
 def _by_row(name: str, tensor: np.ndarray, rows: int) -> np.ndarray:

@@ -81,9 +81,9 @@ def parse_request(
         )
     reader = _Reader(tensors, batch)
     rows = [_row(reader, limits, row, ids[row, : lengths[row]], parameters) for row in range(batch)]
-    folders = chosen_adapters(tensors, batch, parameters.lora_name, adapters)
-    for row, folder in zip(rows, folders, strict=True):
-        row.params.adapter = folder
+    chosen = chosen_adapters(tensors, batch, parameters.lora_name, adapters)
+    for row, adapter in zip(rows, chosen, strict=True):
+        row.params.adapter, row.params.adapter_name = adapter
     sequences = sum(row.num_return_sequences for row in rows)
     if sequences > MOST_SEQUENCES:
         raise ValueError(
