@@ -111,6 +111,7 @@ KINDS: dict[str, tuple[str, dict, dict]] = {
     "gemma3": ("Gemma3", GEMMA3 | {"final_logit_softcapping": 4.0}, {}),
     "gemma2-capped": ("Gemma2", GEMMA3 | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0}, {}),
     "gpt-oss": ("GptOss", GPT_OSS, {}),
+    "mpt": ("Mpt", {"hidden_size": 96, "num_attention_heads": 6, "max_seq_len": 512}, {}),
     "mixtral": ("Mixtral", {"num_local_experts": 4}, {}),
     "qwen3-moe": ("Qwen3Moe", {"head_dim": 32, **EXPERTS, "norm_topk_prob": True}, {}),
     "qwen3-moe-mixed": ("Qwen3Moe", {"head_dim": 32, **EXPERTS, "mlp_only_layers": [0]}, {}),

@@ -56,13 +56,14 @@ def make_adapter(model_dir: Path, folder: Path, form: dict[str, Any], seed: int)
     return folder
 
 
-@pytest.fixture(scope="module", params=["llama", "phi3"])
+@pytest.fixture(scope="module", params=["llama", "phi3", "mpt"])
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
     folder = tmp_path_factory.mktemp(request.param)
     model = make_checkpoint(request.param, folder / "model")
     forms = FORMS
-    if request.param == "phi3":  # its products are fused in the checkpoint
-        forms = [{"r": 4, "lora_alpha": 64, "target_modules": ["qkv_proj", "gate_up_proj", "o_proj"]}]
+    fused = {"phi3": ["qkv_proj", "gate_up_proj", "o_proj"], "mpt": ["Wqkv", "out_proj", "down_proj"]}
+    if request.param in fused:
+        forms = [{"r": 4, "lora_alpha": 64, "target_modules": fused[request.param]}]
     return model, [make_adapter(model, folder / str(i), form, i) for i, form in enumerate(forms)]
 
 

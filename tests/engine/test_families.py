@@ -20,6 +20,7 @@ KINDS = [
     "gpt-oss",
     "granite",
     "hunyuan",
+    "mpt",
     "olmo3",
     "phi3",
     "qwen2-moe",

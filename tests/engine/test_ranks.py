@@ -92,6 +92,7 @@ def agree(found: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
         ("gemma3", 2, 10),
         ("gpt-oss", 2, 10),
         ("qwen2-moe", 2, 10),
+        ("mpt", 2, 10),
     ],
 )
 def test_ranks_give_the_answers_of_one(kind, size, max_tokens, tmp_path, monkeypatch):

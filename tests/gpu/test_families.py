@@ -22,6 +22,7 @@ KINDS = {
     "granite": {"attention_multiplier": 0.1},
     "helium": {"head_dim": 64},
     "ministral3": {},
+    "mpt": {},
     "hunyuan": {},
     "olmo2": {},
     "olmo3": {},

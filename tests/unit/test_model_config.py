@@ -456,6 +456,26 @@ def test_decode_backends_that_do_not_compute_a_checkpoint_are_refused(tmp_path, 
         check_cuda_formats(replace(config, attention_backend=backend), spec, torch.bfloat16)
 
 
+@pytest.mark.parametrize("backend", ["triton", "xqa"])
+def test_variants_of_attention_have_one_kernel(tmp_path, backend):
+    spec = read_spec(make_checkpoint("mpt", tmp_path))
+    config = EngineConfig(model_dir="", max_seq_len=100)
+    for served in ("auto", "fa2"):
+        check_cuda_formats(replace(config, attention_backend=served), spec, torch.bfloat16)
+    with pytest.raises(
+        ValueError, match=f"attention_backend {backend} has no attention of the kind alibi as"
+    ):
+        check_cuda_formats(replace(config, attention_backend=backend), spec, torch.bfloat16)
+
+
+def test_means_of_quantised_weights_cannot_be_taken(tmp_path):
+    """LayerNorm's mean is taken from the weights, which FP8 made on load has and FP8 as stored does not."""
+    spec = read_spec(make_checkpoint("mpt", tmp_path))
+    assert spec.quantised_on_load().layers[0].mixer.o.format == "fp8_on_load"
+    with pytest.raises(UnsupportedModelError, match=r"attn\.out_proj have format .* take the 16-bit"):
+        spec.with_format("fp8_token")
+
+
 def test_experts_are_cut_by_their_width(tmp_path):
     whole = parse_moe(tmp_path)
     local = whole.share(Shard(1, 2))
@@ -468,5 +488,6 @@ def test_experts_are_cut_by_their_width(tmp_path):
 
 def test_every_architecture_has_a_checkpoint_to_compare_with_and_a_place_in_the_list():
     listed = (Path(__file__).parents[2] / "docs/models.md").read_text(encoding="utf-8")
-    assert {f"{architecture}ForCausalLM" for architecture, *_ in KINDS.values()} == set(ARCHITECTURES)
+    names = {f"{architecture}ForCausalLM" for architecture, *_ in KINDS.values()}
+    assert names | {"MPTForCausalLM"} == set(ARCHITECTURES)  # its own code's name for Mpt
     assert all(f"`{name}`" in listed for name in ARCHITECTURES)

@@ -19,12 +19,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from attention_variants import SIGMOID
 from checkpoints import KINDS, make_checkpoint, make_model, make_multimodal
 from flashinfer_backend.attention import torch_paged
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.contract import Scores
 from flashinfer_backend.attention.grouped import GroupAttention, GroupedAttention
 from flashinfer_backend.attention.torch_paged import TorchPagedAttention
+from flashinfer_backend.attention.variants.alibi import ALIBI
 from flashinfer_backend.cache.device import KVCache
 from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.models import upload, weights
@@ -401,9 +403,14 @@ def dense_attention(
     if how.soft_cap is not None:
         scores = how.soft_cap * (scores / how.soft_cap).tanh()
     own = k.shape[0] - q.shape[0]
+    if how.variant is not None:
+        distance = torch.arange(k.shape[0]) - torch.arange(q.shape[0]).unsqueeze(1) - own
+        scores = how.variant.scores(scores, distance, how.by_head.double().view(-1, 1, 1))
     unseen = torch.ones(scores.shape[1:], dtype=torch.bool).triu(own + 1)
     if window is not None:
         unseen |= torch.ones_like(unseen).tril(own - window)
+    if how.variant is not None and not how.variant.softmax:
+        return torch.einsum("hqk,khd->qhd", scores.masked_fill(unseen, 0), v).float()
     weights = scores.masked_fill(unseen, -torch.inf).exp()
     total = weights.sum(-1, keepdim=True)
     if how.sinks is not None:
@@ -413,7 +420,17 @@ def dense_attention(
 
 @pytest.mark.parametrize(("query_rows", "group_tokens"), [(1024, 4096), (8, 20)])
 @pytest.mark.parametrize("window", [None, 1, 9, 30, 40, 200])
-@pytest.mark.parametrize("how", [PLAIN, Scores(0.4, 1.5), Scores(0.25, None, SINKS), Scores(0.4, 2.0, SINKS)])
+@pytest.mark.parametrize(
+    "how",
+    [
+        PLAIN,
+        Scores(0.4, 1.5),
+        Scores(0.25, None, SINKS),
+        Scores(0.4, 2.0, SINKS),
+        Scores(0.4, variant=ALIBI, by_head=SINKS.sigmoid()),
+        Scores(0.4, variant=SIGMOID, by_head=SINKS - 4),
+    ],
+)
 def test_paged_attention_matches_dense(monkeypatch, query_rows, group_tokens, window, how):
     """With a window, no block behind it is in the block table."""
     monkeypatch.setattr(torch_paged, "_QUERY_ROWS", query_rows)

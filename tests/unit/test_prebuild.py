@@ -74,6 +74,8 @@ def test_windows_and_soft_caps_have_modules_of_their_own():
     capped = kinds((10, 0), model=changed("gelu_tanh", window=100, soft_cap=2.0), max_seq_len=1000)
     assert {kind for kind in capped if kind.startswith("fa")} == {"fa2", "fa2_window_cap"}
     assert "gelu_tanh" in capped and "silu" not in capped
+    varied = kinds(model=changed(variant="alibi"))  # the other layers share its plans
+    assert {kind for kind in varied if kind.startswith("fa")} == {"fa2", "fa2_alibi"}
 
 
 def test_the_libraries_depend_on_flags_but_not_on_where_files_are_found():

@@ -16,12 +16,14 @@ import torch
 
 from flashinfer_backend.attention import copies
 from flashinfer_backend.attention.contract import Scores
+from flashinfer_backend.attention.variants.alibi import ALIBI
 from flashinfer_backend.cache.device import KVCacheFormat
 from flashinfer_backend.cache.groups import CacheGroup
 from flashinfer_backend.core import tuned
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.ops import device
 from flashinfer_backend.worker import start
+from specs import bundled
 
 BLOCK_SIZE = 16
 SHAPES = [(1, 64), (5, 128), (8, 128)]  # key/value heads, dim; 5 heads divide into small pieces
@@ -90,7 +92,7 @@ def test_no_room_where_nothing_is_copied(hopper, monkeypatch):
 def test_the_cache_leaves_the_copies_their_memory(hopper, monkeypatch):
     free = 20 << 30
     monkeypatch.setattr(start, "_free_memory_after_largest_step", lambda *_: free)
-    model = SimpleNamespace(device=hopper, dtype=torch.bfloat16)
+    model = SimpleNamespace(device=hopper, dtype=torch.bfloat16, spec=bundled())
 
     def tokens(backend: str, cache: KVCacheFormat) -> int:
         config = EngineConfig(
@@ -167,3 +169,15 @@ def test_other_decode_backends_have_no_variants(backend):
         flashinfer_paged.check_variants([scores], window, 128, "auto")
         with pytest.raises(ValueError, match=f"{backend} has no windows, sinks, soft caps or other scales"):
             flashinfer_paged.check_variants([scores], window, 128, backend)
+
+
+def test_variants_of_attention_have_no_windows_sinks_or_caps():
+    flashinfer_paged = pytest.importorskip("flashinfer_backend.attention.flashinfer_paged")
+    scores = Scores(0.1, variant=ALIBI, by_head=torch.ones(32))
+    for backend in ("auto", "fa2"):
+        flashinfer_paged.check_variants([scores, Scores(0.2)], None, 128, backend)
+    with pytest.raises(ValueError, match="triton has no variant of attention"):
+        flashinfer_paged.check_variants([scores], None, 128, "triton")
+    for window, other in ((9, scores), (None, Scores(0.1, sinks=torch.ones(32)))):
+        with pytest.raises(ValueError, match="no windows, sinks or soft caps in a cache group with"):
+            flashinfer_paged.check_variants([scores, other], window, 128, "auto")

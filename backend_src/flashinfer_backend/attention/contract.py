@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -11,14 +12,34 @@ from torch import Tensor
 from flashinfer_backend.attention.batch import AttentionBatch
 
 
+class Variant(NamedTuple):
+    """Attention whose scores become weights in a way of its own, by one number for each query head.
+
+    declaration: for FlashInfer's FA2, CUDA text of a struct of this name that derives from
+    AttentionVariantBase. Its `params` have by_head (float [heads]) and sm_scale, and its transform of logits
+    multiplies them by sm_scale. It must keep to causal masks without windows.
+    scores: the same in plain torch, of scores float32 [B, H, Q, L], times their scale; distance, the
+    positions of keys less those of queries, and by_head, both of which broadcast to it.
+    softmax: whether what it gives goes through the softmax; else they are the weights.
+    """
+
+    struct: str
+    declaration: str
+    scores: Callable[[Tensor, Tensor, Tensor], Tensor]
+    softmax: bool = True
+
+
 class Scores(NamedTuple):
     """How a layer's scores, products of queries and keys, become weights: times `scale`; then, with a
     soft_cap, soft_cap * tanh(score / soft_cap); then the softmax, in which each head's sink (float32 [heads])
-    takes part as the score of a value that is zero: https://arxiv.org/abs/2309.17453."""
+    takes part as the score of a value that is zero: https://arxiv.org/abs/2309.17453. variant, by_head: in
+    place of cap and softmax, with its float32 [heads]."""
 
     scale: float
     soft_cap: float | None = None
     sinks: Tensor | None = None
+    variant: Variant | None = None
+    by_head: Tensor | None = None
 
 
 class StepShape(NamedTuple):

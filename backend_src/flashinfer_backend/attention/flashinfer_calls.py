@@ -7,14 +7,16 @@ microseconds and never synchronises. Its argument list is private to FlashInfer 
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flashinfer_backend.attention.contract import Scores
+from flashinfer_backend.attention.contract import Scores, Variant
 from flashinfer_backend.attention.metadata import PagedMetadata, PinnedEntry
 from flashinfer_backend.attention.split import Lengths
 from flashinfer_backend.attention.triton_sinks import apply_sinks
@@ -57,14 +59,22 @@ def batch_spec(
     head_dim: int,
     window: bool = False,
     soft_cap: bool = False,
+    variant: Variant | None = None,
 ) -> Any:
     """FlashInfer's description of how the module "fa2" or "fa3" is built. kv_dtype: of the cache; over one of
-    e4m3, "fa3" reads copies in the type of queries. window, soft_cap: whether the module has them."""
-    from flashinfer.jit.attention.modules import gen_batch_prefill_module
+    e4m3, "fa3" reads copies in the type of queries. window, soft_cap: whether the module has them. variant:
+    of "fa2" without either."""
+    from flashinfer.jit.attention import modules
 
+    if variant is not None:
+        types = dtype, kv_dtype, dtype, torch.int32
+        named = repr((types, head_dim, variant.struct, variant.declaration))
+        uri = f"batch_prefill_{variant.struct.lower()}_{hashlib.sha256(named.encode()).hexdigest()[:16]}"
+        more = ["by_head"], ["float"], ["sm_scale"], ["double"], variant.struct, variant.declaration
+        return modules.gen_customize_batch_prefill_module("fa2", uri, *types, head_dim, head_dim, *more)
     kv_dtype = dtype if backend == "fa3" else kv_dtype
     options = (0, window, soft_cap, False)  # no rope or float16 reduction
-    return gen_batch_prefill_module(
+    return modules.gen_batch_prefill_module(
         backend, dtype, kv_dtype, dtype, torch.int32, head_dim, head_dim, *options
     )
 
@@ -72,8 +82,9 @@ def batch_spec(
 class PagedCalls:
     """plan and run of the modules "fa2" and "fa3" for decode (causal False) and prefill rows; xqa.
 
-    window: the latest tokens that a token sees; None: all. soft_cap: whether scores have one. like: calls of
-    the same device that run one after another with these, and share a workspace with them.
+    window: the latest tokens that a token sees; None: all. soft_cap: whether scores have one. variants: of
+    layers; None is the usual one. like: calls of the same device that run one after another with these, and
+    share a workspace with them.
     """
 
     def __init__(
@@ -83,8 +94,9 @@ class PagedCalls:
         window: int | None = None,
         soft_cap: bool = False,
         like: PagedCalls | None = None,
+        variants: Sequence[Variant | None] = (None,),
     ) -> None:
-        self._shape, self._soft_cap = shape, soft_cap
+        self._shape, self._soft_cap, self._variants = shape, soft_cap, variants
         self._window_left = -1 if window is None else window - 1
         if like is None:
             self._float_workspace = torch.empty(FLOAT_WORKSPACE, dtype=torch.uint8, device=device)
@@ -93,12 +105,13 @@ class PagedCalls:
         # Decode and prefill plans of one step are alive together.
         self._int_workspace = torch.empty(2, INT_WORKSPACE, dtype=torch.uint8, device=device)
         self._semaphores = torch.zeros(_XQA_SEMAPHORES, dtype=torch.uint8, device=device)
-        self._modules: dict[str, Any] = {}
+        self._modules: dict[tuple[str, Variant | None], Any] = {}
 
     def load(self, backends: list[str]) -> None:
         """Load the modules now rather than in the step that first calls them."""
         for backend in backends:
-            self._module(backend)
+            for variant in self._variants:
+                self._module(backend, variant)
 
     def plan(
         self, backend: str, causal: bool, entry: PinnedEntry, tokens: int, rows: int, graph: bool
@@ -126,7 +139,8 @@ class PagedCalls:
         if backend == "fa2":
             # No fixed split, splitting allowed, nothing co-located; in graphs every row has one query.
             arguments += [-1, False, 0, 1 if graph else 0]
-        return self._module(backend).plan(*arguments)
+        # Modules of all variants have the same plan.
+        return self._module(backend, self._variants[0]).plan(*arguments)
 
     def run(
         self,
@@ -151,12 +165,14 @@ class PagedCalls:
         lse = None if scores.sinks is None else torch.empty(q.shape[:2], device=q.device)
         # Scales of V by head, soft cap, scale, scale of V, -.
         more: list[Any] = [None, cap, sm_scale, v_scale, 0]
-        unused = [None] * 3
+        unused: list[Any] = [None] * 3
         if backend == "fa2":
             # Block scales, soft cap, scale, rope, -. FlashInfer's own wrapper applies both scales this way.
             more = [None, None, cap, sm_scale, 1.0, 1.0, 0]
             unused = [None] * 6  # custom masks, ALiBi and multi-item scoring
-        self._module(backend).paged_run(
+        if scores.variant is not None:
+            unused, more = [scores.by_head], [sm_scale]
+        self._module(backend, scores.variant).paged_run(
             self._float_workspace,
             self._int_workspace[int(causal)],
             info,
@@ -199,9 +215,10 @@ class PagedCalls:
             enable_pdl=True,
         )
 
-    def _module(self, backend: str) -> Any:
-        if backend not in self._modules:
-            shape, window = self._shape, self._window_left >= 0
-            spec = batch_spec(backend, shape.dtype, shape.kv_dtype, shape.head_dim, window, self._soft_cap)
-            self._modules[backend] = spec.build_and_load()
-        return self._modules[backend]
+    def _module(self, backend: str, variant: Variant | None) -> Any:
+        key = backend, variant
+        if key not in self._modules:
+            shape, options = self._shape, (self._window_left >= 0, self._soft_cap, variant)
+            spec = batch_spec(backend, shape.dtype, shape.kv_dtype, shape.head_dim, *options)
+            self._modules[key] = spec.build_and_load()
+        return self._modules[key]

@@ -77,14 +77,18 @@ class FlashInferAttention:
         self._scales = [shape.scales_of(layer) for layer in range(shape.num_layers)]
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.max_num_seqs = max_num_seqs
+        variants = list(dict.fromkeys(each.variant for each in self._scores))
+        varied = variants != [None]
         # The Triton kernel measured fastest or within 3 % of it from 1 to 256 rows
-        # (docs/notes/performance-notes.md).
-        self.decode_backend = "triton" if decode_backend == "auto" else decode_backend
+        # (docs/notes/performance-notes.md). It has no variants.
+        fastest = "fa2" if varied else "triton"
+        self.decode_backend = fastest if decode_backend == "auto" else decode_backend
         where = cache.device
         if most_drafts is not None and self.decode_backend != "triton":
+            cure = "" if varied else "attention_backend to auto, or "
             raise ValueError(
-                f"attention_backend {decode_backend} takes lengths from the host, which learns late how many"
-                " drafts were accepted: set attention_backend to auto, or speculative_method to none"
+                f"attention_backend {self.decode_backend} takes lengths from the host, which learns late how"
+                f" many drafts were accepted: set {cure}speculative_method to none"
             )
         self._calls: PagedCalls = PagedCalls(
             Shape(num_heads, num_kv_heads, head_dim, block_size, dtype, shape.dtype),
@@ -92,6 +96,7 @@ class FlashInferAttention:
             window,
             soft_cap,
             None if like is None else like._calls,
+            variants,
         )
         self._fp8_cache = shape.dtype == E4M3
         items = split.most_items(max_num_seqs, num_kv_heads, self._fp8_cache)
@@ -110,7 +115,7 @@ class FlashInferAttention:
         self._decode_call = Call("none", 0)
         self._prefill_call = Call("none", 0)
         self._side_stream: torch.cuda.Stream = torch.cuda.Stream(where) if like is None else like._side_stream
-        self._fa3 = has_fa3(where) and (copied_blocks > 0 or not self._fp8_cache)
+        self._fa3 = has_fa3(where) and not varied and (copied_blocks > 0 or not self._fp8_cache)
         self._copies: triton_copy.Copies | None = None
         if self._fa3 and self._fp8_cache:
             self._copies = (
@@ -200,7 +205,8 @@ class FlashInferAttention:
         """q, out [tokens, Hq, D] of planned decode rows."""
         cache, rows, scales = self.layers[layer], call.rows, self._scales[layer]
         if call.backend == "fa2":
-            self._calls.run("fa2", False, call.info, q, cache, out, self._decode, rows, scales)
+            where, how = (q, cache, out, self._decode, rows), self._scores[layer]
+            self._calls.run("fa2", False, call.info, *where, scales, scores=how)
         elif call.backend == "xqa":
             self._calls.xqa(q, cache, out, self._decode, rows)
         else:
@@ -517,6 +523,18 @@ def check_variants(scores: list[Scores], window: int | None, head_dim: int, deco
     """Raises ValueError for scores of a cache group that the kernels do not have."""
     if len({each.soft_cap is None for each in scores}) > 1:
         raise ValueError("FlashInfer attention has soft caps of all layers of a cache group, or of none")
+    if any(each.variant for each in scores):
+        if window or any(each.soft_cap or each.sinks is not None for each in scores):
+            raise ValueError(
+                "FlashInfer attention has no windows, sinks or soft caps in a cache group with a variant of"
+                " attention: use attention_backend torch"
+            )
+        if decode_backend in ("xqa", "triton"):
+            raise ValueError(
+                f"attention_backend {decode_backend} has no variant of attention as this checkpoint has it:"
+                " set attention_backend=auto"
+            )
+        return
     plain = all(
         each.soft_cap is None and each.sinks is None and math.isclose(each.scale, head_dim**-0.5)
         for each in scores

@@ -29,6 +29,17 @@ class _DecodeGroup(NamedTuple):
     rows: Tensor | slice  # int64[B], rows of q
     tokens: Tensor  # int64[B * L], cache locations of every row's keys, padded to the longest row
     mask: Tensor | None  # bool[B, 1, 1, L], False on padding; None without any
+    own: Tensor  # int64[B, 1, 1, 1], which of its keys is the row's own
+
+
+class _Part(NamedTuple):
+    """Rows first to last of a chunk, attended together."""
+
+    first: int
+    last: int
+    key: int  # the first that any of them sees
+    mask: Tensor | None  # bool[rows, keys]; None where all is causal
+    own: Tensor  # int64[rows, 1], which of these keys is each row's own
 
 
 class _Prefill(NamedTuple):
@@ -36,8 +47,7 @@ class _Prefill(NamedTuple):
 
     start: int  # first row in q
     tokens: Tensor  # int64[keys], cache locations of the keys that any of the chunk's rows sees
-    # (first, last) row of the chunk, first key, mask bool[rows, keys] or None where all is causal
-    parts: list[tuple[int, int, int, Tensor | None]]
+    parts: list[_Part]
 
 
 class TorchPagedAttention:
@@ -107,17 +117,16 @@ class TorchPagedAttention:
             queries = q[group.rows].view(-1, heads, self._num_heads // heads, dim)
             shape = (queries.shape[0], -1, heads, dim)
             k, v = (x.view(shape).transpose(1, 2) for x in self._gather(layer, group.tokens, q.dtype))
-            sinks = None if scores.sinks is None else scores.sinks.view(heads, -1, 1)
-            attended = _attend(queries, k, v, group.mask, scores, sinks)
+            attended = _attend(queries, k, v, group.mask, group.own, scores)
             out[group.rows] = attended.reshape(-1, self._num_heads, dim)
         for request in self._prefill:
             k, v = (x.transpose(0, 1).unsqueeze(0) for x in self._gather(layer, request.tokens, q.dtype))
-            for first, last, key, mask in request.parts:
+            for first, last, key, mask, position in request.parts:
                 rows = slice(request.start + first, request.start + last)
                 keys = slice(key, None if mask is None else key + mask.shape[1])
                 own = q[rows].transpose(0, 1).unsqueeze(0)
-                sinks = None if scores.sinks is None else scores.sinks.view(-1, 1, 1)
-                attended = _attend(own, k[:, :, keys], v[:, :, keys], mask, scores, sinks, mask is None)
+                seen = k[:, :, keys], v[:, :, keys]
+                attended = _attend(own, *seen, mask, position, scores, mask is None)
                 out[rows] = attended[0].transpose(0, 1)
 
     def graph_words(self, shape: StepShape) -> int:
@@ -180,7 +189,7 @@ class TorchPagedAttention:
         tokens = self._cache_locations(batch.block_table[slots], positions)
         mask = None if lens.min() == lens.max() else valid[:, None, None, :]
         where = as_slice or torch.as_tensor(rows, dtype=torch.int64, device=self._device)
-        return _DecodeGroup(where, tokens.reshape(-1), mask)
+        return _DecodeGroup(where, tokens.reshape(-1), mask, (kv_lens - 1).view(-1, 1, 1, 1))
 
     def _seen(self, q_len: int, kv_len: int) -> int:
         """How many of a request's last keys any of its last q_len rows sees."""
@@ -190,19 +199,21 @@ class TorchPagedAttention:
         """How many keys a row sees that is one query token."""
         return batch.kv_lens if self._window is None else np.minimum(batch.kv_lens, self._window)
 
-    def _prefill_parts(self, q_len: int, seen: int) -> list[tuple[int, int, int, Tensor | None]]:
+    def _prefill_parts(self, q_len: int, seen: int) -> list[_Part]:
         """Rows of a chunk of q_len, whose keys are the last `seen` up to its end."""
         window = self._window or seen
+        rows = torch.arange(min(q_len, _QUERY_ROWS), device=self._device).unsqueeze(1)
         if q_len == seen <= min(_QUERY_ROWS, window):
-            return [(0, q_len, 0, None)]
-        parts: list[tuple[int, int, int, Tensor | None]] = []
+            return [_Part(0, q_len, 0, None, rows)]
+        parts: list[_Part] = []
         for first in range(0, q_len, _QUERY_ROWS):
             last = min(first + _QUERY_ROWS, q_len)
             end = seen - q_len + last
             key = max(0, end - (last - first) - window + 1)
             own = end - (last - first) - key  # the column of the first row's own key
             ones = torch.ones(last - first, end - key, dtype=torch.bool, device=self._device)
-            parts.append((first, last, key, ones.tril(own).triu(own - window + 1)))
+            mask = ones.tril(own).triu(own - window + 1)
+            parts.append(_Part(first, last, key, mask, rows[: last - first] + own))
         return parts
 
 
@@ -211,13 +222,14 @@ def _attend(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
+    own: Tensor,
     scores: Scores,
-    sinks: Tensor | None,
     causal: bool = False,
 ) -> Tensor:
-    """q [B, H, Q, D]; k, v [B, Hkv, L, D] -> [B, H, Q, D]. mask (bool, true where a query sees a key) and
-    sinks (float32) broadcast to [B, H, Q, L] and [B, H, Q, 1]. causal: query i sees keys 0 to i."""
-    if scores.soft_cap is None and sinks is None:
+    """q [B, H, Q, D]; k, v [B, Hkv, L, D] -> [B, H, Q, D]. Heads of queries are H or, where those of a key's
+    head are the Q of q, H * Q. mask (bool, true where a query sees a key) broadcasts to [B, H, Q, L], own
+    (int64, which key is the query's own) to [B, H, Q, 1]. causal: query i sees keys 0 to i."""
+    if scores.soft_cap is None and scores.sinks is None and scores.variant is None:
         gqa = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, scale=scores.scale, enable_gqa=gqa
@@ -228,8 +240,14 @@ def _attend(
         weights = torch.tanh(weights / scores.soft_cap) * scores.soft_cap
     if causal:
         mask = torch.ones(weights.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if scores.variant is not None and scores.by_head is not None:
+        distance = torch.arange(k.shape[2], device=k.device) - own
+        weights = scores.variant.scores(weights, distance, scores.by_head.view(q.shape[1], -1, 1))
+        if not scores.variant.softmax:
+            return (weights if mask is None else weights.masked_fill(~mask, 0)).to(v.dtype) @ v
     if mask is not None:
         weights = weights.masked_fill(~mask, float("-inf"))
-    if sinks is not None:
-        weights = torch.cat([weights, sinks.expand(*weights.shape[:-1], 1).to(weights)], dim=-1)
+    if scores.sinks is not None:
+        sinks = scores.sinks.view(q.shape[1], -1, 1).expand(*weights.shape[:-1], 1)
+        weights = torch.cat([weights, sinks.to(weights)], dim=-1)
     return weights.softmax(-1)[..., : k.shape[2]].to(v.dtype) @ v

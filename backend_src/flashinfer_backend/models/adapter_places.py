@@ -13,6 +13,7 @@ from torch import Tensor
 from flashinfer_backend.models.adapters import Adapter, AdapterError, changed
 from flashinfer_backend.models.spec import Product
 from flashinfer_backend.models.transformer import Transformer
+from flashinfer_backend.models.weights import centred
 from flashinfer_backend.ops.weight import LowRank, Weight
 
 LEAST_RANK = 16  # that the kernels compute; they want a power of two
@@ -31,7 +32,8 @@ class AdapterWeights:
             for piece in adapter.pieces:
                 part, order = piece.source.part, piece.source.order
                 down = tensors[piece.down].to(dtype)
-                up = (tensors[piece.up].float() * piece.scale).to(dtype)
+                up = tensors[piece.up].float() * piece.scale
+                up = (centred(up) if piece.centred else up).to(dtype)
                 # Of the whole module, so that all ranks find the same.
                 if not (down.isfinite().all() and up.isfinite().all()):
                     raise AdapterError(f"{adapter.file} has numbers that are not finite")

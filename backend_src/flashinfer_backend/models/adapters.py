@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from flashinfer_backend.core.values import shown, some
 from flashinfer_backend.models.checkpoint_kind import ADAPTER_CONFIG
 from flashinfer_backend.models.safetensors_file import state
-from flashinfer_backend.models.spec import ModelSpec, Source
+from flashinfer_backend.models.spec import ModelSpec, Product, Source
 
 WEIGHTS = "adapter_model.safetensors"
 MOST_CONFIG = 1 << 20  # bytes of adapter_config.json
@@ -75,7 +75,8 @@ class AdapterError(ValueError):
 class Piece(NamedTuple):
     """What an adapter has for one module of one product, of a rank's share. part: which of the product's
     modules; rows: its rows of the product; source: of these and of the columns. down, up: names of the
-    tensors, [rank, K] and [N, rank] of the whole module. scale: what `up` is multiplied by."""
+    tensors, [rank, K] and [N, rank] of the whole module. scale: what `up` is multiplied by. centred: whether
+    the mean of its rows is taken from them."""
 
     layer: int
     product: str
@@ -85,6 +86,7 @@ class Piece(NamedTuple):
     down: str
     up: str
     scale: float
+    centred: bool
 
 
 # Of an adapter's two files: what changes when one is replaced or written to.
@@ -143,8 +145,9 @@ def read_adapter(folder: Path, spec: ModelSpec, most_rank: int) -> Adapter:
         rank = max(rank, own)
         scale = alphas.of(module) / (math.sqrt(own) if config.get("use_rslora") else own)
         names = [f"{PREFIX}{module}.lora_{letter}.weight" for letter in "AB"]
-        for layer, product, part, source, rows, times in found:
-            pieces.append(Piece(layer, product, part, rows, source, names[0], names[1], scale * times))
+        for layer, product, part, source, rows in found:
+            place, times = (layer, product.name, part, rows, source), scale * product.scale
+            pieces.append(Piece(*place, names[0], names[1], times, product.centred))
     return Adapter(folder, found_state, rank, tuple(pieces))
 
 
@@ -271,15 +274,15 @@ _WHY = {
 }
 
 
-def _places(spec: ModelSpec) -> dict[str, list[tuple[int, str, int, Source, slice, float]]]:
-    """Module -> layer, product, part, source, rows and scale, of each product that has rows of it."""
-    places: dict[str, list[tuple[int, str, int, Source, slice, float]]] = {}
+def _places(spec: ModelSpec) -> dict[str, list[tuple[int, Product, int, Source, slice]]]:
+    """Module -> layer, product, part, source and rows, of each product that has rows of it."""
+    places: dict[str, list[tuple[int, Product, int, Source, slice]]] = {}
     for index, layer in enumerate(spec.layers):
         for product in layer.adaptable:
             start = 0
             for part, source in enumerate(product.sources):
                 rows = slice(start, start := start + source.rows)
-                place = index, product.name, part, source, rows, product.scale
+                place = index, product, part, source, rows
                 places.setdefault(f"{layer.prefix}.{source.module}", []).append(place)
     return places
 

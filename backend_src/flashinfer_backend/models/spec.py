@@ -23,11 +23,12 @@ Spec = TypeVar("Spec", bound="ModelSpec")
 MLP = TypeVar("MLP", bound="Gated")
 
 ROWS_MOVE = "dense", "fp8_token", "fp8_static", "fp8_on_load"  # formats whose rows can be put in any order
+CENTRED = "dense", "fp8_on_load"  # formats whose rows can be changed
 STACKED = "dense", "fp8_on_load", "mxfp4"  # formats that are read where all experts are one tensor
 VOCAB_GRAIN = 16  # rows of a rank's share of the vocabulary come in multiples, as its kernels want them
 
 
-Activation = Literal["silu", "gelu_tanh", "relu2"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu2"]
 
 
 class Source(NamedTuple):
@@ -55,7 +56,8 @@ class Product:
     products are summed; or nothing. role: of its numbers in core.tuned; "" for a product that is not tuned
     and never quantised. bias: each source has one. experts: how many matrices of equal size the weight has,
     each for other tokens; 0: it is one matrix, for all. padding: rows of zeros behind the sources'.
-    scale: what the checkpoint's weight is multiplied by. stacked: all experts are one tensor of the module's
+    scale: what the checkpoint's weight is multiplied by. centred: the mean of the weight's rows is taken from
+    each of them, so that the product's mean is 0. stacked: all experts are one tensor of the module's
     name, where the rows of an expert's several sources take turns. format: one of ops.weight.FORMATS.
     """
 
@@ -68,6 +70,7 @@ class Product:
     experts: int = 0
     padding: int = 0
     scale: float = 1.0
+    centred: bool = False
     stacked: bool = False
     format: WeightFormat = "dense"
 
@@ -111,6 +114,11 @@ class Product:
     def check_format(self, shard: Shard) -> None:
         """Raise UnsupportedModelError where the sources cannot be stored as one weight of the format."""
         where = f" on each of {shard.size} ranks" if shard.size > 1 else ""
+        if self.centred and self.format not in CENTRED:
+            raise UnsupportedModelError(
+                f"{', '.join(self.modules)} have format {self.format}, of which the mean that this family's"
+                " LayerNorm subtracts cannot be taken away: take the 16-bit checkpoint"
+            )
         if any(source.order for source in self.sources) and not self.format.startswith(ROWS_MOVE):
             raise UnsupportedModelError(
                 f"{', '.join(self.modules)} have format {self.format}, whose rows cannot be put in the order"
@@ -273,7 +281,8 @@ class FullAttention:
     latest tokens that a token sees, itself included; None: all. scale, soft_cap: of the scores
     (attention.contract.Scores); None: 1 / sqrt(head_dim), and none. sinks: whether the checkpoint has a sink
     for each head. query_scaling: (beta, positions), by which rotated queries grow
-    (models.rope.query_scales)."""
+    (models.rope.query_scales). variant: in attention.variants.VARIANTS, how scores become weights otherwise,
+    with its number for each head (by_head)."""
 
     heads: int
     kv_heads: int
@@ -288,6 +297,8 @@ class FullAttention:
     soft_cap: float | None = None
     sinks: bool = False
     query_scaling: tuple[float, int] | None = None
+    variant: str = ""
+    by_head: tuple[float, ...] = ()
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -314,6 +325,7 @@ class FullAttention:
             heads=self.heads // size,
             kv_heads=max(1, self.kv_heads // size),
             norms=tuple(norm.share(shard) for norm in self.norms),
+            by_head=self.by_head[shard.rank * self.heads // size : (shard.rank + 1) * self.heads // size],
         )
 
     def map(self, change: Callable[[Product], Product]) -> FullAttention:
@@ -419,7 +431,9 @@ class ModelSpec:
     disputed_window: a sliding_window that some engines apply and others ignore, so that longer sequences are
     not computed; None: there is none. aliases: beginnings of its tensors' names, and what they are here.
     ignored: beginnings of names of tensors that are not read. embedding_scale: what embeddings are multiplied
-    by, rounded to the model's type. logits_soft_cap: logits become soft_cap * tanh(logit / soft_cap).
+    by, rounded to the model's type. centred: all that is written to the residual stream has a mean of 0, so
+    that an RMSNorm of it is a LayerNorm: https://arxiv.org/abs/1607.06450. logits_soft_cap: logits become
+    soft_cap * tanh(logit / soft_cap).
     pooling: what an embedding model or a reranker gives in place of logits.
     """
 
@@ -439,6 +453,7 @@ class ModelSpec:
     aliases: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
     embedding_scale: float = 1.0
+    centred: bool = False
     logits_soft_cap: float | None = None
     pooling: Pooling | None = None
 

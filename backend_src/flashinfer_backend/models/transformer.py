@@ -325,6 +325,8 @@ class Transformer(nn.Module):
     def embed(self, input_ids: Tensor) -> Tensor:
         """[T, hidden], the residual stream that the first layer takes."""
         hidden = self._look_up(input_ids)
+        if self.spec.centred:
+            hidden = (hidden - hidden.float().mean(-1, keepdim=True)).to(hidden.dtype)
         return hidden if self._embedding_scale == 1 else hidden * self._embedding_scale
 
     def _look_up(self, input_ids: Tensor) -> Tensor:

@@ -184,6 +184,8 @@ def of_product(product: Product, weight: Weight, prefix: str = "") -> dict[str, 
         for name, stored in found.items():
             if name in (scaled, "bias") and product.scale != 1:
                 stored = _changed(stored, lambda value: value.float() * product.scale)
+            if product.centred:
+                stored = _changed(stored, centred)
             if order:
                 stored = _changed(stored, functools.partial(_ordered, order=order))
             stored, key = stored._replace(fills=fills), f"{prefix}{module}.{name}"
@@ -239,6 +241,11 @@ def _of_stack(product: Product, weight: Weight, prefix: str, biased: bool) -> di
 
 def _changed(stored: Stored, change: Callable[[Tensor], Tensor]) -> Stored:
     return stored._replace(take=lambda value: stored.take(change(value)))
+
+
+def centred(value: Tensor) -> Tensor:
+    """Of a matrix [N, K] or a bias [N], less the mean of its rows."""
+    return value.float() - value.float().mean(0)
 
 
 def _ordered(value: Tensor, order: tuple[int, ...]) -> Tensor:

@@ -141,10 +141,12 @@ def _adapted(
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
-    """x[T, 2I] -> activation(gate) * rest [T, I] with "silu" or "gelu_tanh"; with "relu2" x[T, I] ->
-    max(x, 0) ** 2. See ops.torch_ops."""
+    """x[T, 2I] -> activation(gate) * rest [T, I] with "silu" or "gelu_tanh"; with "relu2" and "gelu", which
+    have no gate, of x[T, I]. See ops.torch_ops."""
     if activation == "relu2":
         return F.relu(x).square_()
+    if activation == "gelu":
+        return F.gelu(x)
     product = flashinfer.silu_and_mul if activation == "silu" else flashinfer.gelu_tanh_and_mul
     return product(x, enable_pdl=True)
 

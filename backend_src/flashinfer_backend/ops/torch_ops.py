@@ -56,10 +56,12 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, chosen: Chosen
 
 def activate(x: Tensor, activation: str) -> Tensor:
     """x[T, 2I], a gate's columns and those that it multiplies -> activation(gate) * rest [T, I] with "silu"
-    or "gelu_tanh" (https://arxiv.org/abs/1606.08415); with "relu2", which has no gate, x[T, I] -> max(x, 0)
-    ** 2."""
+    or "gelu_tanh" (https://arxiv.org/abs/1606.08415); with those that have no gate x[T, I] -> max(x, 0) ** 2
+    ("relu2") or GELU's own form of x ("gelu")."""
     if activation == "relu2":
         return F.relu(x).square()
+    if activation == "gelu":
+        return F.gelu(x)
     gate, rest = x.chunk(2, dim=-1)
     return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * rest
 

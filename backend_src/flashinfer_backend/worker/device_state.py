@@ -17,6 +17,7 @@ import torch
 from flashinfer_backend.attention.compared import ComparedAttention
 from flashinfer_backend.attention.contract import Mixer, Scores
 from flashinfer_backend.attention.grouped import GroupAttention, GroupedAttention
+from flashinfer_backend.attention.variants import VARIANTS
 from flashinfer_backend.cache.device import KVCache
 from flashinfer_backend.cache.groups import CacheGroup
 from flashinfer_backend.core import draft_counts
@@ -255,5 +256,7 @@ def scores_of(model: Transformer, layers: Sequence[int]) -> list[Scores]:
             continue
         layer = model.layers[index]
         mixer = layer.spec.mixer
-        found.append(Scores(mixer.scale or usual, mixer.soft_cap, layer.sinks))
+        by_head = torch.tensor(mixer.by_head, device=model.device) if mixer.variant else None
+        variant = VARIANTS[mixer.variant] if mixer.variant else None
+        found.append(Scores(mixer.scale or usual, mixer.soft_cap, layer.sinks, variant, by_head))
     return found

@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -39,36 +39,12 @@ from flashinfer_backend.models.spec import ModelSpec
 log = logging.getLogger(__name__)
 
 READ_ONLY = "FLASHINFER_BACKEND_KERNELS"
-Kind = Literal[
-    "fa3",
-    "fa3_window",
-    "fa3_cap",
-    "fa3_window_cap",
-    "fa2_window",
-    "fa2_cap",
-    "fa2_window_cap",
-    "gelu_tanh",
-    "gated_linear",
-    "gated_linear_fp8",
-    "int4_linear",
-    "sampling",
-    "fa2",
-    "norm",
-    "xqa",
-    "silu",
-    "all_reduce",
-]
+Kind = str  # a key of FILE_SECONDS; of attention, options follow: fa2_window_cap, fa2_alibi
 # Seconds that one file of a module takes on one core. Only for estimates, and for compiling long ones first.
 FILE_SECONDS: dict[Kind, float] = {
     "all_reduce": 290.0,
     "sampling": 40.0,
     "fa3": 57.0,
-    "fa3_window": 57.0,
-    "fa3_cap": 57.0,
-    "fa3_window_cap": 57.0,
-    "fa2_window": 10.0,
-    "fa2_cap": 10.0,
-    "fa2_window_cap": 10.0,
     "gelu_tanh": 4.0,
     "gated_linear": 40.0,
     "gated_linear_fp8": 25.0,
@@ -126,19 +102,25 @@ def needed(
         kinds.add("xqa")
     if config.tensor_parallel_size > 1:
         kinds.add("all_reduce")
-    return sorted(kinds, key=lambda kind: -FILE_SECONDS[kind])
+    return sorted(kinds, key=lambda kind: -_file_seconds(kind))
+
+
+def _file_seconds(kind: Kind) -> float:
+    return FILE_SECONDS[kind if kind in FILE_SECONDS else kind.split("_")[0]]
 
 
 def _attention_kinds(model: ModelSpec, config: EngineConfig, capability: tuple[int, int]) -> set[Kind]:
-    """Modules of prompts' attention: with and without windows and soft caps, as layers want them."""
+    """Modules of prompts' attention: with and without windows and soft caps, as layers want them. A variant
+    is FA2's, and layers without one in its cache group are then, too."""
     windows = model.windows(config.max_seq_len or model.longest_seq_len)
-    caps = [layer.mixer.soft_cap for layer in model.layers]
-    variants = {
-        "_window" * bool(window) + "_cap" * bool(cap) for window, cap in zip(windows, caps, strict=True)
-    }
-    backends = ("fa2", "fa3") if capability[0] == 9 else ("fa2",)
-    found = {f"{backend}{variant}" for backend in backends for variant in variants}
-    kinds: set[Kind] = {kind for kind in FILE_SECONDS if kind in found}
+    mixers = [layer.mixer for layer in model.layers]
+    varied = any(mixer.variant for mixer in mixers)
+    kinds: set[Kind] = set()
+    for window, mixer in zip(windows, mixers, strict=True):
+        options = "_window" * bool(window) + "_cap" * bool(mixer.soft_cap)
+        kinds.add("_".join(filter(None, ["fa2" + options, mixer.variant])))
+        if capability[0] == 9 and not (varied and window is None):
+            kinds.add("fa3" + options)
     return kinds
 
 
@@ -259,11 +241,13 @@ def _spec(kind: Kind, model: ModelSpec, config: EngineConfig, dtype: torch.dtype
         group = heads.heads // heads.kv_heads
         return gen_xqa_module(dtype, dtype, config.tokens_per_block, heads.head_dim, group, False, dtype)
     from flashinfer_backend.attention.flashinfer_calls import batch_spec
+    from flashinfer_backend.attention.variants import VARIANTS
 
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else torch.float8_e4m3fn
     backend, *variant = kind.split("_")
+    own = next((VARIANTS[name] for name in variant if name in VARIANTS), None)
     options = {"window": "window" in variant, "soft_cap": "cap" in variant}
-    return batch_spec(backend, dtype, kv_dtype, heads.head_dim, **options)
+    return batch_spec(backend, dtype, kv_dtype, heads.head_dim, **options, variant=own)
 
 
 def _link_existing(specs: dict[Kind, Any], folder: Path) -> bool:
@@ -351,7 +335,7 @@ def _compile(specs: dict[Kind, Any], folder: Path) -> int:
     lines = ["ninja_required_version = 1.3", *(f"subninja {spec.ninja_path}" for spec in specs.values())]
     build.write_text("\n".join(lines) + "\n")
     command = [ninja, "-f", str(build), "-C", str(env.FLASHINFER_JIT_DIR)]
-    seconds = {spec.name: FILE_SECONDS[kind] for kind, spec in specs.items()}
+    seconds = {spec.name: _file_seconds(kind) for kind, spec in specs.items()}
     stale = files_to_compile(command)  # FlashInfer, or a start that was ended, may have compiled some
     jobs = _jobs(len(stale))
     estimate = Estimate([seconds.get(module, 10.0) for module in stale], jobs)

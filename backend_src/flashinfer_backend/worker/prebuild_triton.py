@@ -188,7 +188,8 @@ def call_operations(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) 
         copies = empty(2, block, kv_heads, dim), empty(2, block, kv_heads, dim)
         triton_copy.copy_blocks(cache, copies, words(4), words(4), 3)
     drafts = 0 if config.speculative_method == "none" else config.max_draft_len
-    if config.attention_backend in ("auto", "triton"):
+    varied = any(layer.mixer.variant for layer in model.layers)  # which take FA2
+    if config.attention_backend in ("auto", "triton") and not varied:
         most, fp8_cache = config.max_num_seqs, stored == E4M3
         before = 0
         for rows in sorted({min(limit or most, most) for limit, _ in split.config_steps(fp8_cache)}):

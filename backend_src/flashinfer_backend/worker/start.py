@@ -204,7 +204,7 @@ def check_cuda_formats(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype
             f"attention_backend xqa has one scale for keys and values: with kv_cache_dtype "
             f"{config.kv_cache_dtype} set attention_backend=auto"
         )
-    if config.attention_backend in ("fa2", "xqa"):
+    if config.attention_backend in ("fa2", "xqa", "triton"):
         _check_scores(config, spec)
     if spec.experts is not None:
         _check_experts(spec, spec.experts)
@@ -241,6 +241,11 @@ def _check_scores(config: EngineConfig, spec: ModelSpec) -> None:
         "scales of scores": any(mixer.scale for mixer in mixers),
         "sinks": any(mixer.sinks for mixer in mixers),
     }
+    if config.attention_backend == "triton":
+        found = {}
+    if config.attention_backend != "fa2":
+        variants = {mixer.variant for mixer in mixers if mixer.variant}
+        found |= {f"attention of the kind {variant}": True for variant in variants}
     for name in (name for name, there in found.items() if there):
         raise ValueError(
             f"attention_backend {config.attention_backend} has no {name} as this checkpoint has them: set"
@@ -306,9 +311,9 @@ def _no_room(free: int, copies: int) -> str:
 
 
 def _copies_bytes(config: EngineConfig, model: Transformer) -> int:
-    """Of what attention of prompts copies; the plain torch one copies nothing."""
-    if config.attention_backend == "torch":
-        return 0
+    """Of what attention of prompts copies; plain torch and variants copy nothing."""
+    if config.attention_backend == "torch" or all(layer.mixer.variant for layer in model.spec.layers):
+        return 0  # FA2 reads the cache itself
     cache_format = _cache_format(config, model, (0,))
     lengths = config.max_seq_len, config.max_num_tokens
     blocks = copied_blocks(cache_format, model.dtype, *lengths, model.device)

@@ -30,6 +30,7 @@ from flashinfer_backend.models.hf.ministral import ministral
 from flashinfer_backend.models.hf.ministral3 import ministral3
 from flashinfer_backend.models.hf.mistral import mistral
 from flashinfer_backend.models.hf.mixtral import mixtral
+from flashinfer_backend.models.hf.mpt import mpt
 from flashinfer_backend.models.hf.olmo2 import olmo2
 from flashinfer_backend.models.hf.olmo3 import olmo3
 from flashinfer_backend.models.hf.phi3 import phi3
@@ -69,6 +70,8 @@ ARCHITECTURES: dict[str, Callable[[Config], ModelSpec]] = {
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3_text,
     "GptOssForCausalLM": gpt_oss,
+    "MptForCausalLM": mpt,
+    "MPTForCausalLM": mpt,
 }
 
 

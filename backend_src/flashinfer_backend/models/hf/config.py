@@ -356,11 +356,12 @@ class Config:
         final_scale: float = 1.0,
         residual_scale: float = 1.0,
         tied: bool = False,
+        centred: bool = False,
     ) -> ModelSpec:
         """A model of these layers' mixers and MLPs, with these norms (PRE_NORMS), in the formats that the
         checkpoint names. norm_offset: of all norms of the residual stream. final_scale: of what the head
         reads. residual_scale: of what layers add to the residual stream. tied: whether the embedding is the
-        head where no key says so."""
+        head where no key says so. centred: the norms are LayerNorms."""
         hidden, vocab = self.hidden_size, self.count("vocab_size")
         quantization = read_quantization(self.raw, self._hf_quant)
         own = tuple(Norm(name, module, hidden, offset=norm_offset) for name, module in norms.items())
@@ -373,9 +374,10 @@ class Config:
             def stored(product: Product) -> Product:
                 format = quantization.format_of(f"{place}.{module}" for module in product.modules)
                 scale = residual_scale if product.adds else 1.0
-                if (format, scale) == (product.format, product.scale):
+                zeroed = centred and product.adds
+                if (format, scale, zeroed) == (product.format, product.scale, product.centred):
                     return product
-                return replace(product, format=format, scale=scale)
+                return replace(product, format=format, scale=scale, centred=zeroed)
 
             return LayerSpec(place, mixer, mlp, own).map(stored)
 
@@ -394,6 +396,7 @@ class Config:
             max_position_embeddings=self._positions(),
             eos_token_ids=tuple(dict.fromkeys(eos)),
             dtype=self._dtype(),
+            centred=centred,
             initializer_range=float(self.raw.get("initializer_range") or 0.02),
             format=quantization.format,
             aliases=self.aliases,

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention that FlashInfer compiles from a declaration, against its twin in plain torch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from test_attention import assert_close
+from test_windows import BLOCK_SIZE, BLOCKS, LAYERS, MAX_BLOCKS, MAX_SEQS, STEPS
+
+from attention_variants import SIGMOID
+from flashinfer_backend.attention.batch import AttentionBatch
+from flashinfer_backend.attention.contract import Scores, StepShape, Variant
+from flashinfer_backend.attention.torch_paged import TorchPagedAttention
+from flashinfer_backend.attention.variants.alibi import ALIBI
+from flashinfer_backend.cache.device import KVCache
+from flashinfer_backend.models.hf.mpt import slopes
+from flashinfer_backend.ops import fp8
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+DEVICE, KV_HEADS, DIM = "cuda", 8, 128
+# The variant, its heads, by_head, and whether the cache is of e4m3.
+CASES: dict[str, tuple[Variant, int, list[float], bool]] = {
+    "ALiBi": (ALIBI, 32, list(slopes(32)), False),
+    "ALiBi, e4m3": (ALIBI, 8, list(slopes(8)), True),
+    "sigmoids": (SIGMOID, 16, [-6 + index / 8 for index in range(16)], False),
+}
+
+
+class Setup:
+    """Two layers of random keys and values; the second one has usual attention."""
+
+    def __init__(self, name: str) -> None:
+        from flashinfer_backend.attention.flashinfer_paged import FlashInferAttention
+
+        torch.manual_seed(0)
+        variant, self.heads, by_head, in_fp8 = CASES[name]
+        self.rng = np.random.default_rng(0)
+        shape, scales = (BLOCKS, BLOCK_SIZE, KV_HEADS, DIM), ((0.5, 0.25), (0.125, 2.0)) if in_fp8 else ()
+        caches, wide = [], []
+        for layer in range(LAYERS):
+            values = [torch.randn(shape, device=DEVICE) for _ in "kv"]
+            factors = scales[layer] if scales else (1.0, 1.0)
+            pair = [
+                fp8.to_e4m3(each, factor) if scales else each.bfloat16()
+                for each, factor in zip(values, factors, strict=True)
+            ]
+            caches.append(tuple(pair))
+            wide.append(tuple(each.float() * factor for each, factor in zip(pair, factors, strict=True)))
+        scores = [Scores(0.1, variant=variant, by_head=torch.tensor(by_head, device=DEVICE)), Scores(0.07)]
+        self.table = torch.zeros(MAX_SEQS + 1, MAX_BLOCKS, dtype=torch.int32, device=DEVICE)
+        sizes = self.heads, MAX_SEQS, MAX_BLOCKS
+        self.attention = FlashInferAttention(
+            KVCache.over(caches, scales), *sizes, dtype=torch.bfloat16, scores=scores
+        )
+        self.reference = TorchPagedAttention(KVCache.over(wide), self.heads, scores=scores)
+
+    def batch(self, q_lens: list[int], kv_lens: list[int]) -> AttentionBatch:
+        slots = self.rng.permutation(MAX_SEQS)[: len(q_lens)].astype(np.int32)
+        blocks = iter(self.rng.permutation(np.arange(1, BLOCKS)))
+        table = np.zeros((MAX_SEQS + 1, MAX_BLOCKS), dtype=np.int32)
+        for slot, kv_len in zip(slots, kv_lens, strict=True):
+            for column in range(-(-kv_len // BLOCK_SIZE)):
+                table[slot, column] = next(blocks)
+        self.table.copy_(torch.from_numpy(table))
+        return AttentionBatch(np.array(q_lens, np.int32), np.array(kv_lens, np.int32), slots, self.table)
+
+    def query(self, tokens: int) -> torch.Tensor:
+        return torch.randn(tokens, self.heads, DIM, device=DEVICE).bfloat16()
+
+    def expected(self, batch: AttentionBatch, layer: int, q: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(q, dtype=torch.float32)
+        self.reference.step(batch).run(layer, q.float(), out)
+        return out
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_eager_steps(name: str) -> None:
+    setup = Setup(name)
+    for step, (q_lens, kv_lens) in STEPS.items():
+        batch = setup.batch(q_lens, kv_lens)
+        prepared = setup.attention.step(batch)
+        for layer in range(LAYERS):
+            q = setup.query(sum(q_lens))
+            out = torch.full_like(q, float("nan"))
+            prepared.run(layer, q, out)
+            try:
+                assert_close(out, setup.expected(batch, layer, q))
+            except AssertionError as error:
+                raise AssertionError(f"{step}, layer {layer}: {error}") from None
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_decode_graphs(name: str) -> None:
+    """Steps with prompts have none: they run in pieces."""
+    setup, rows = Setup(name), 24
+    words = torch.zeros(0, dtype=torch.int32, device=DEVICE)
+    assert setup.attention.graph_words(StepShape(rows, rows, 1)) == 0
+    assert setup.attention.captured(StepShape(320, 40, None), setup.table, words) is None
+    state = setup.attention.captured(StepShape(rows, rows, 1), setup.table, words)
+    assert state is not None
+    q, out = setup.query(rows), setup.query(rows)
+    state.run(0, q, out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        state.run(0, q, out)
+    for longest in (40, 300, 3000):
+        batch = setup.batch([1] * rows, setup.rng.integers(1, longest, rows).tolist())
+        assert state.plan(batch, np.empty(0, np.int32))
+        q.copy_(setup.query(rows))
+        out.fill_(float("nan"))
+        graph.replay()
+        assert_close(out, setup.expected(batch, 0, q))
+
+
+def test_drafts_are_refused() -> None:
+    from flashinfer_backend.attention.flashinfer_paged import FlashInferAttention
+
+    cache = KVCache.over([tuple(torch.zeros(4, 16, KV_HEADS, DIM, device=DEVICE).bfloat16() for _ in "kv")])
+    scores = [Scores(0.1, variant=ALIBI, by_head=torch.ones(KV_HEADS, device=DEVICE))]
+    with pytest.raises(ValueError, match=r"fa2 takes lengths from the host.*set speculative_method to none"):
+        FlashInferAttention(cache, KV_HEADS, 4, 4, scores=scores, most_drafts=lambda rows: 2)
