@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import shutil
 from concurrent.futures import Future
 from pathlib import Path
@@ -26,6 +27,7 @@ from flashinfer_backend.core.request import Request
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.engine.adapters import AdapterPreparation
 from flashinfer_backend.models.adapters import Adapter, AdapterError
+from flashinfer_backend.transport import protocol
 
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # Ranks that are no powers of two, modules of fused products that others lack, and each way of scaling.
@@ -108,6 +110,17 @@ def test_each_sequence_has_its_adapter(made: tuple[Path, list[Path]], tmp_path: 
         longest = max(range(4), key=lambda index: len(prompts[index]))
         for number in (0, 0, 1, 1):
             assert client.generate([prompts[longest]], asks(chosen[number])) == [expected[number][longest]]
+        # In any order and number, some of which are cancelled.
+        draw = random.Random(5)
+        for _ in range(4):
+            kinds = [(draw.randrange(4), draw.randrange(len(chosen))) for _ in range(9)]
+            asked = [client.submit(prompts[which], asks(chosen[number])) for which, number in kinds]
+            client.cancel(asked[draw.randrange(9)])
+            client.wait(asked)
+            for (which, number), each in zip(kinds, asked, strict=True):
+                wanted = expected[number][which]
+                done = client.code[each] != protocol.FINISHED_CANCELLED
+                assert client.tokens[each] == (wanted if done else wanted[: len(client.tokens[each])])
     assert core.scheduler.preemptions and core.scheduler.prompt_tokens_reused
 
 

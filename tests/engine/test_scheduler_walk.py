@@ -24,6 +24,7 @@ from engine.test_waiting import Engine
 from flashinfer_backend.cache.pool import BlockPool
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.engine.loop import EngineLoop
 from flashinfer_backend.scheduler.invariants import BrokenInvariantError
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
 from flashinfer_backend.transport import protocol
@@ -42,6 +43,7 @@ def test_ten_thousand_random_steps() -> None:
     counts = walk(10_000, seed=7)
     happened = ("whole answers", "cancelled", "refused", "late", "failed", "failed rows", "preemptions")
     happened += ("waits for room", "waits for a turn", "links that were made anew", "accepted drafts")
+    happened += ("rows with adapters", "loads", "broken adapters", "replaced adapters")
     assert all(counts[name] >= 10 for name in happened), counts
     assert counts["prompt tokens from the cache"] > 1000
 
@@ -73,6 +75,7 @@ def test_the_scheduler_is_told_how_long_a_step_without_prompts_takes() -> None:
         ("tail", "has less than it counted"),
         ("promise", "blocks were promised, and"),
         ("one table", "but the device is told"),
+        ("place", "is given to"),
     ],
 )
 def test_a_broken_manager_is_found(mutated: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,6 +109,7 @@ def test_a_broken_manager_is_found(mutated: str, found: str, monkeypatch: pytest
         "never": (KVCacheManager, "leave_behind", lambda self, request, position: None),
         "tail": (BlockPool, "serves", lambda self, keys, most: most),
         "promise": (KVCacheManager, "fit_chunk", lambda self, request, start, length: length),
+        "place": (EngineLoop, "_with_adapters", lambda self: []),
         "one table": (KVCacheManager, "take", lambda *args: [(0, *update[1:]) for update in take(*args)]),
     }
     monkeypatch.setattr(*broken[mutated])

@@ -6,6 +6,7 @@
 Everything but the device is the engine's own. The device is a model of one: in the place of a token's keys
 and values it keeps a number that depends on all tokens up to it, and its next token depends on that number.
 So whatever a row reads can be compared with what it should read, and each answer is known beforehand.
+Adapters are numbers where these begin: which one a place of the device has is compared with the request's.
 
 A walk is a row of short episodes, each with settings, load and failures of its own seed. A failure names the
 seed, and `--seed S --episodes 1` repeats it. tests/engine/test_scheduler_walk.py has short walks, and the
@@ -22,9 +23,12 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import msgspec
@@ -34,19 +38,23 @@ from client.arguments import integer
 from flashinfer_backend.cache.groups import tail_blocks
 from flashinfer_backend.cache.pool import BlockPool
 from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.request import Request
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.core.step import Feeds, StepOutput, StepPlan, Wants
 from flashinfer_backend.core.tuned import Scheduling
+from flashinfer_backend.engine import adapters as engine_adapters
 from flashinfer_backend.engine import logits_room
 from flashinfer_backend.engine.logits_room import LogitsRoom, Stage
 from flashinfer_backend.engine.loop import EngineLoop
 from flashinfer_backend.engine.preparations import Preparations
 from flashinfer_backend.engine.start import Core
+from flashinfer_backend.models.adapters import Adapter, AdapterError, State
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
 from flashinfer_backend.scheduler.scheduler import Scheduler
 from flashinfer_backend.transport import protocol
 
 VOCABULARY = 50
+ADAPTERS, BROKEN = ("sql", "chat", "code"), "the adapter is broken, as it was told to"
 ROW = 4 * VOCABULARY  # bytes of a token's logits
 END_IDS = (7, 11)
 STUBS = (101, 102)
@@ -83,6 +91,7 @@ class Settings:
     slow: bool = False  # steps take so long that streams take precedence
     drafts: int = 0
     right_drafts: float = 0.5  # how many of them are
+    adapters: int = 0  # places for them
 
     def config(self) -> EngineConfig:
         return EngineConfig(
@@ -99,6 +108,7 @@ class Settings:
             schedule_policy="lof" if self.longest_first else "fcfs",
             max_queue_size=self.queue,
             check_invariants=True,
+            max_loras=self.adapters,
         )
 
     @classmethod
@@ -135,6 +145,21 @@ class Settings:
         return settings
 
 
+class AdapterState(NamedTuple):
+    """An adapter, and how often its files were replaced."""
+
+    folder: str
+    version: int
+
+    @property
+    def files(self) -> State:
+        return (self.version, 0), (0, 0)
+
+    @property
+    def root(self) -> bytes:
+        return blake2b(repr((self.folder, self.files)).encode(), digest_size=16).digest()
+
+
 @dataclass
 class Asked:
     """A request and what must come of it."""
@@ -146,13 +171,18 @@ class Asked:
     content: np.ndarray  # uint64: what the cache should hold for each
     answer: list[int]
     code: int  # that ends it
+    adapter: AdapterState | None = None
     got: list[int] = field(default_factory=list)
     ended: str = ""
 
 
-def expected(prompt: list[int], params: SamplingParams, longest: int) -> Asked:
+def expected(
+    prompt: list[int], params: SamplingParams, longest: int, adapter: AdapterState | None = None
+) -> Asked:
     room = min(params.max_tokens, longest - len(prompt))
     tokens, content, state = list(prompt), [], 0
+    if adapter is not None:
+        state = int.from_bytes(adapter.root[:8], "big")
     for token in prompt:
         state = step_hash(state, token)
         content.append(state)
@@ -172,7 +202,8 @@ def expected(prompt: list[int], params: SamplingParams, longest: int) -> Asked:
         if any(answer[-len(stop) :] == stop for stop in params.stop_sequences):
             code = protocol.FINISHED_STOP_WORDS
             break
-    return Asked(prompt, params, room, np.array(tokens, np.int32), np.array(content, np.uint64), answer, code)
+    known = np.array(tokens, np.int32), np.array(content, np.uint64)
+    return Asked(prompt, params, room, *known, answer, code, adapter)
 
 
 class World:
@@ -181,7 +212,7 @@ class World:
     def __init__(self, settings: Settings, seed: int) -> None:
         """seed: of what the device does and when."""
         self.settings = settings
-        self.rng = random.Random(seed)
+        self.rng, self.load_rng = random.Random(seed), random.Random(~seed)
         config = settings.config()
         pools = [BlockPool(settings.blocks + 1)] if settings.full else []
         pools += [BlockPool(n + 1, tail_blocks(w, settings.block)) for w, n in settings.windows]
@@ -204,7 +235,13 @@ class World:
         self.room, self.turn = 2 * ROW * settings.longest, ROW * settings.longest
         with mock.patch.object(logits_room, "STEP_BYTES", self.turn):
             self.loop.logits = LogitsRoom(self.room, VOCABULARY)
-        self.loop.preparations = Preparations([self.loop.logits], self.scheduler, self.loop._refuse)
+        line = [self.loop.adapters, self.loop.logits]
+        self.loop.preparations = Preparations(line, self.scheduler, self.loop._refuse)
+        self.adapters = SimpleNamespace(load=self._load)  # as of a runner
+        self.versions: Counter[str] = Counter()  # of adapters, by folder
+        self.coming: dict[int, tuple[str, Future[Adapter]]] = {}  # folders, by place
+        self.there: dict[int, AdapterState | None] = {}  # by place
+        self.adapter_of = [-1] * settings.slots  # places
         self.loop.pacer.deadline = lambda *_: 0.0  # type: ignore[method-assign]  # there is no time in a walk
         self.inbox: list[protocol.ToEngine] = []
         self.asked: dict[int, Asked] = {}  # open requests by handle
@@ -243,7 +280,8 @@ class World:
             handle = protocol.make_handle(stub, self.next_id)
             self.next_id += 1
             own = msgspec.structs.replace(params)
-            self.asked[handle] = expected(prompt, own, self.settings.longest)
+            adapter = AdapterState(own.adapter, self.versions[own.adapter]) if own.adapter else None
+            self.asked[handle] = expected(prompt, own, self.settings.longest, adapter)
             rows = own.logits_rows(len(prompt), self.asked[handle].room)
             self.sizes[handle] = ROW * rows, ROW * len(prompt)
             share = first if sequences > 1 else 0
@@ -257,6 +295,7 @@ class World:
         """Note which content each key of the request stands for."""
         manager, size = self.scheduler.kv_manager, self.settings.block
         parent = b"" if manager.reuse else share.to_bytes(8, "little")
+        parent += b"" if asked.adapter is None else asked.adapter.root
         keys = manager.prefix_keys(asked.tokens, 0, parent)
         self.named.update(zip(keys, asked.content[size - 1 :: size].tolist(), strict=False))
 
@@ -267,9 +306,21 @@ class World:
     def hours_pass(self) -> None:
         """Whoever waits with a timeout, and never ran, has waited too long."""
         self.loop._refuse_late(time.monotonic_ns() + 2 * DAY_US * 1000)
-        waiting = [*self.scheduler.queue, *self.loop.logits]
+        waiting = [*self.scheduler.queue, *self.loop.logits, *self._for_adapters]
         left = [r.handle for r in waiting if r.handle in self.timed and not r.first_scheduled_ns]
         assert not left, f"requests {left} are late, and still wait"
+
+    @property
+    def _for_adapters(self) -> list[Request]:
+        """Those that wait for their adapter."""
+        return [request for request, _ in self.loop.adapters._waiting.entries]
+
+    def replace_adapter(self, folder: str) -> None:
+        """Its files are others, for requests that come from now on."""
+        new = [each.params.adapter for each in self.inbox if isinstance(each, protocol.Submit)]
+        if folder not in new + self.loop.adapters.waiting:
+            self.versions[folder] += 1
+            self.counts["replaced adapters"] += 1
 
     def leave(self, stub: int) -> None:
         """A stub ends, with all that is open of it."""
@@ -290,7 +341,10 @@ class World:
 
     def step(self) -> None:
         """One turn of the loop; the engine's own check of all invariants is part of it."""
-        assert self.loop.step()
+        files = mock.patch.object(engine_adapters, "adapter_state", self._files)
+        with files, mock.patch.object(engine_adapters, "PATIENCE_S", 0.002):
+            assert self.loop.step()
+        self._end_loads()
         assert not self.wrong, self.wrong
         self._check_room()
         for pool, cache in zip(self.scheduler.kv_manager.pools, self.caches, strict=True):
@@ -334,7 +388,8 @@ class World:
         """Until all has ended; then nothing may be held."""
         for _ in range(QUIET):
             self.free()
-            left = self.inbox or self.scheduler.requests or self.loop.in_flight or len(self.loop.logits)
+            waiting = len(self.loop.preparations)
+            left = self.inbox or self.scheduler.requests or self.loop.in_flight or waiting
             if not left:
                 break
             self.step()
@@ -397,6 +452,9 @@ class World:
         if failure.refused and failure.message.startswith("Request timeout expired"):
             assert failure.handle in self.timed and not asked.got
             self.counts["late"] += 1
+        elif failure.refused and failure.message == BROKEN:
+            assert asked.adapter is not None and not asked.got
+            self.counts["broken adapters"] += 1
         elif failure.refused:
             assert self.settings.queue and failure.message.startswith("Maximum queue size"), failure
             assert not asked.got
@@ -426,6 +484,11 @@ class World:
             raise RuntimeError("the step fails as it was told to")
         group, slot, column, block = plan.block_updates.T
         self.block_tables[group, slot, column] = block
+        for slot, place in plan.adapters.tolist():
+            self.adapter_of[slot] = place
+        own = [self.adapter_of[slot] for slot in plan.slots.tolist()]
+        if plan.adapted != any(place >= 0 for place in own):
+            self.wrong.append(f"the step is of adapters: {plan.adapted}, and its rows have {own}")
         # Some may turn out to have ended while the step is launched.
         owners = [self.scheduler.table.requests[slot] for slot in plan.slots.tolist()]
         asked = [self.asked[request.handle] for request in owners if request is not None]
@@ -451,6 +514,30 @@ class World:
         ]
         return SimpleNamespace(plan=plan, download=self, tokens=tokens, context_logits=logits, failed=failed)
 
+    def _load(self, place: int, folder: str) -> Future[Adapter]:
+        """As AdapterLoader.load."""
+        users = [r.handle for r in self.scheduler.requests.values() if r.adapter == place]
+        if users or place in self.coming:
+            self.wrong.append(f"place {place} is given to {folder}, and {users or 'a load'} has it")
+        self.there[place] = None
+        self.coming[place] = folder, Future()
+        self.counts["loads"] += 1
+        return self.coming[place][1]
+
+    def _files(self, folder: Path) -> State:
+        return AdapterState(str(folder), self.versions[str(folder)]).files
+
+    def _end_loads(self) -> None:
+        """Loads end at any time; some fail."""
+        for place, (folder, future) in [*self.coming.items()]:
+            if self.load_rng.random() < 0.3:
+                del self.coming[place]
+                if self.load_rng.random() < 0.1:
+                    future.set_exception(AdapterError(BROKEN))
+                    continue
+                self.there[place] = found = AdapterState(folder, self.versions[folder])
+                future.set_result(Adapter(Path(folder), found.files, 1, ()))
+
     @property
     def done(self) -> bool:
         """Of a download: steps end at any time."""
@@ -465,6 +552,11 @@ class World:
     def _compute(self, plan: StepPlan, row: int, asked: Asked, tokens: np.ndarray) -> list[list[int]]:
         """The row's tokens if it samples: a list of them, else none."""
         slot, start, length = int(plan.slots[row]), int(plan.starts[row]), int(plan.lengths[row])
+        place = self.adapter_of[slot]
+        there = self.there[place] if place >= 0 else None
+        if there != asked.adapter or (place >= 0 and there is None):
+            self.wrong.append(f"slot {slot} has the adapter {there}, not {asked.adapter}")
+        self.counts["rows with adapters"] += place >= 0
         if plan.feeds[row] == Feeds.GIVEN:
             self.lengths[slot] = start
         elif self.lengths[slot] > start or (not self.settings.drafts and self.lengths[slot] < start):
@@ -510,7 +602,10 @@ class Load:
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
-        self.world = World(Settings.drawn(rng), seed)
+        self.adapters = random.Random(~seed)  # of what has to do with them
+        settings = Settings.drawn(rng)
+        settings.adapters = self.adapters.choice([0, 0, 1, 2])
+        self.world = World(settings, seed)
         limit = self.world.loop.config.max_input_len
         self.prefixes = [self._tokens(rng.randint(1, limit)) for _ in range(3)]
         # Weights of: submit, cancel, leave, fail, hours.
@@ -537,6 +632,8 @@ class Load:
 
     def _event(self) -> None:
         rng, world = self.rng, self.world
+        if world.settings.adapters and self.adapters.random() < 0.03:
+            world.replace_adapter(self.adapters.choice(ADAPTERS))
         kind = rng.choices(["submit", "cancel", "leave", "fail", "hours"], self.weights)[0]
         if kind == "submit" and len(world.asked) < 60:
             sequences, priority = rng.choice([1, 1, 1, 2, 4]), rng.choice(self.priorities)
@@ -568,6 +665,7 @@ class Load:
             context_logits=rng.random() < 0.1,
             generation_logits=rng.random() < 0.1,
             frequency_penalty=rng.choice([0.0, 0.0, 0.5]),
+            adapter=self.adapters.choice(["", *ADAPTERS]) if self.world.settings.adapters else "",
         )
 
 

@@ -26,12 +26,14 @@ Key = tuple[str, State]
 
 @dataclass(eq=False)
 class Place:
-    """key: of what it holds or will hold; future: until it is there; used: when a request last took it."""
+    """key: of what it holds or will hold; future: until it is there; used: when a request last took it; root:
+    in front of tokens in the keys of blocks, by the files as they were read."""
 
     number: int
     key: Key | None = None
     future: Future[Adapter] | None = None
     used: float = 0.0
+    root: bytes = b""
 
 
 class AdapterPreparation:
@@ -113,7 +115,7 @@ class AdapterPreparation:
             if problem is None:
                 place.used = now
                 request.adapter = place.number
-                request.cache_root = blake2b(repr(key).encode(), digest_size=16).digest()
+                request.cache_root = place.root
             yield request, problem
 
     def _place_of(self, key: Key) -> Place | None:
@@ -122,9 +124,13 @@ class AdapterPreparation:
     def _settle(self, place: Place) -> str | None:
         """What went wrong with what has come to a place. It is free again then, once all that wait know."""
         future = place.future
-        error = None if future is None else future.exception()
+        if future is None:
+            return None
+        error = future.exception()
         if error is None:
-            place.future = None
+            adapter = future.result()
+            read = str(adapter.folder), adapter.state
+            place.future, place.root = None, blake2b(repr(read).encode(), digest_size=16).digest()
             return None
         assert place.key is not None
         self._forget_failed(place.key)
