@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -53,7 +54,7 @@ def check(kv_heads: int, dim: int, dtype: torch.dtype, lengths: list[int]) -> No
 def test_in_the_interpreter():
     """In a process of its own: what is interpreted is decided when Triton is imported."""
     pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
