@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types of command-line options: each returns the value, or has the parser say what would be right."""
+"""Command lines: their parser, and types of options. Each returns the value, or has the parser say what would
+be right."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import json
 import math
 import os
 import urllib.parse
-from argparse import ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,19 @@ if TYPE_CHECKING:
 INT32 = (-(2**31), 2**31 - 1)
 UINT64 = (0, 2**64 - 1)
 LONGEST_SECONDS = 1e6  # waiting for pipes and sockets takes no more than 2^31 ms
+
+
+def argument_parser(module: str | None, description: str | None, usage: str | None = None) -> ArgumentParser:
+    """Of `python -m module`, or of the script that runs. The description keeps its lines; options may not be
+    cut short. usage: what follows the program's name."""
+    program = None if module is None else f"python -m {module}"
+    return ArgumentParser(
+        prog=program,
+        usage=usage and f"{program} {usage}",
+        description=description,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
 
 
 def integer(low: int, high: int | None = None) -> Callable[[str], int]:

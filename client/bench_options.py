@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from client import arguments, find_rate
-from client.arguments import INT32, finite, integer, length_range, output_file, seconds
+from client.arguments import INT32, argument_parser, finite, integer, length_range, output_file, seconds
 from client.datasets import DATASETS
 from client.metrics import PERCENTILES
 from client.wire import BACKENDS
@@ -27,18 +27,9 @@ OF_SCENARIO = {
 }
 
 
-PROG = "python -m client bench"
-
-
 def make_parser(description: str | None) -> argparse.ArgumentParser:
     """Checks each option alone; what shows only with others or in files, bench.plan finds out."""
-    p = argparse.ArgumentParser(
-        allow_abbrev=False,
-        prog=PROG,
-        usage=f"{PROG} [options]",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    p = argument_parser("client bench", description, "[options]")
     _server(p.add_argument_group("server"))
     _prompts(p.add_argument_group("prompts"))
     _load(p.add_argument_group("load"))

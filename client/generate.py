@@ -19,7 +19,7 @@ import time
 from collections.abc import Generator, Sequence
 from typing import Any
 
-from client.arguments import INT32, UINT64, finite, http_url, integer, seconds
+from client.arguments import INT32, UINT64, argument_parser, finite, http_url, integer, seconds
 from client.events import NOTHING_LISTENS, ServerError, post_events
 
 # option -> (tensor of the ensemble, Triton dtype)
@@ -36,12 +36,7 @@ NUMBERS = {
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(
-        allow_abbrev=False,
-        prog="python -m client generate",
-        usage="python -m client generate [options] PROMPT",
-        description="Generate text, streamed.",
-    )
+    p = argument_parser("client generate", "Generate text, streamed.", "[options] PROMPT")
     p.add_argument("prompt", metavar="PROMPT", help="the prompt, or - to read it from standard input")
     p.add_argument("--url", help="the server (default: http://127.0.0.1:8000, with --grpc 127.0.0.1:8001)")
     p.add_argument("--grpc", action="store_true", help="use gRPC (needs tritonclient[grpc]) instead of HTTP")

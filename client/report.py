@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from client.arguments import argument_parser
 from client.device_log import COLUMNS, NO_GPU, describe
 from client.measured import Measured, read, told_apart
 from client.metrics import limits_text
@@ -269,12 +270,7 @@ def page(runs: Sequence[Measured], title: str) -> str:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(
-        allow_abbrev=False,
-        prog="python -m client report",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    p = argument_parser("client report", __doc__)
     p.add_argument("results", nargs="+", metavar="[NAME=]FILE", help="results; NAME: what to call the server")
     p.add_argument(
         "--out", type=Path, default=Path("report"), help="write OUT.md and OUT.html (default: report)"

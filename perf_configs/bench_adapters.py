@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from safetensors.numpy import save_file
 
-from client.arguments import integer, integers
+from client.arguments import argument_parser, integer, integers
 from client.datasets import load_prompts, load_tokenizer
 from client.load import Load, run_load
 from flashinfer_backend.core.config import EngineConfig
@@ -202,12 +202,7 @@ def _servers(names: str) -> list[ServerSpec]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
-        prog="python -m perf_configs.bench_adapters",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argument_parser("perf_configs.bench_adapters", __doc__)
     add_engine_options(parser)
     add = parser.add_argument
     add("--adapters", type=integer(1), default=8, metavar="N", help="(default: %(default)s)")

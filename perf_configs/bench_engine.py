@@ -15,7 +15,6 @@ the beginning; output tokens of all over the time to the end of the last.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -28,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from client.arguments import integer, integers
+from client.arguments import argument_parser, integer, integers
 from client.datasets import load_tokenizer, read_turns
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import named_folder
@@ -229,12 +228,7 @@ def at_once(core: Core, load: Load) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
-        prog="python -m perf_configs.bench_engine",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argument_parser("perf_configs.bench_engine", __doc__)
     add_engine_options(parser)
     parser.add_argument("--sharegpt", type=Path, metavar="FILE", help="conversations to answer, all at once")
     parser.add_argument(

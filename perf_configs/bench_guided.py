@@ -27,7 +27,7 @@ from typing import Any
 
 import aiohttp
 
-from client.arguments import integer
+from client.arguments import argument_parser, integer
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.openai.formats.choice import TOOL_FORMATS
 from flashinfer_backend.openai.strict import calls_guide
@@ -208,9 +208,7 @@ def _servers(names: str) -> list[ServerSpec]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser("perf_configs.bench_guided", __doc__)
     parser.add_argument("--url", default="http://127.0.0.1:9000", help="of an OpenAI API that runs")
     parser.add_argument(
         "--servers", type=_servers, help="names of servers.toml to start instead, such as ours-openai,vllm"

@@ -12,7 +12,6 @@ which an answer goes through the vocabulary in one known order (perf_configs.rep
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import logging
@@ -24,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from client.arguments import integer, integers
+from client.arguments import argument_parser, integer, integers
 from flashinfer_backend.core.arguments import require_cuda
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.engine.start import Core, start
@@ -94,12 +93,7 @@ def engine(parameters: dict[str, str], make_proposer: MakeProposer | None) -> Co
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
-        prog="python -m perf_configs.bench_ngram",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argument_parser("perf_configs.bench_ngram", __doc__)
     add_engine_options(parser)
     parser.add_argument("--batches", type=integers(1), default="1,4,16,64,256", metavar="N,...")
     parser.add_argument("--drafts", type=integer(1), default=4, metavar="K", help="a step (default: 4)")

@@ -13,7 +13,6 @@ none. Below it stand the rates that miss what is required.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import logging
@@ -25,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from client.arguments import integer, integers
+from client.arguments import argument_parser, integer, integers
 from flashinfer_backend.core.arguments import require_cuda
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.engine.start import Core, start
@@ -142,12 +141,7 @@ def table(rows: list[Row]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
-        prog="python -m perf_configs.bench_speculation",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argument_parser("perf_configs.bench_speculation", __doc__)
     parser.add_argument(
         "--case",
         action="append",

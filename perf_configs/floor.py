@@ -10,7 +10,6 @@ From both follows the floor of a decode step: its weights and its KV cache, read
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -20,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from client.arguments import argument_parser
 from flashinfer_backend.core.arguments import require_cuda
 
 ROOT = Path(__file__).parent.parent
@@ -113,10 +113,7 @@ def bytes_of_a_step(config_file: Path, rows: int, context: float) -> float:
 def main(argv: Sequence[str] | None = None) -> None:
     import torch
 
-    parser = argparse.ArgumentParser(allow_abbrev=False,
-        prog="python -m perf_configs.floor", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = argument_parser("perf_configs.floor", __doc__)
     found = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=list(SIZES), default=found)
     device = parser.parse_args(argv).device

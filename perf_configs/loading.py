@@ -9,7 +9,6 @@ from the page cache and loads it on the CPU. Linux alone.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import json
 import mmap
@@ -24,7 +23,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from client.arguments import integer
+from client.arguments import argument_parser, integer
 from flashinfer_backend.core.paths import named_folder
 from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.models.hf import read_spec
@@ -131,9 +130,7 @@ def measure(folder: Path, shard: Shard, dtype: torch.dtype) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, prog="python -m perf_configs.loading", description=__doc__
-    )
+    parser = argument_parser("perf_configs.loading", __doc__)
     parser.add_argument(
         "--model", type=named_folder, help="a checkpoint of one file, instead of a random one"
     )

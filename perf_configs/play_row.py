@@ -13,7 +13,6 @@ without and with prompts is launched; "answer_ms": of what is around the engine,
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from client.arguments import integer, positive
+from client.arguments import argument_parser, integer, positive
 from flashinfer_backend.cache.pool import BlockPool
 from flashinfer_backend.core import tuned
 from flashinfer_backend.core.config import EngineConfig
@@ -201,9 +200,7 @@ def chosen(base: Scheduling, assignments: Sequence[str]) -> Scheduling:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser("perf_configs.play_row", __doc__)
     parser.add_argument("--result", required=True, type=Path, metavar="FILE", help="of perf_configs.run")
     parser.add_argument("--row", required=True, help="which of its rows")
     parser.add_argument("--server", default="ours", help="whose run of it (default: %(default)s)")

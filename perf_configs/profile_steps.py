@@ -10,7 +10,6 @@ it in which at least one kernel ran; the profiler itself slows steps of many sho
 
 from __future__ import annotations
 
-import argparse
 import re
 import tempfile
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from client.arguments import integer
+from client.arguments import argument_parser, integer
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.engine.start import Core
 from perf_configs.bench_engine import Driver
@@ -85,12 +84,7 @@ def fitting_shapes(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
-        prog="python -m perf_configs.profile_steps",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argument_parser("perf_configs.profile_steps", __doc__)
     add_engine_options(parser)
     parser.add_argument(
         "--steps",

@@ -9,7 +9,6 @@ accepted over a few chats. It runs on a CPU or a GPU.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
@@ -22,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from client.arguments import integer
+from client.arguments import argument_parser, integer
 
 FORMATS: dict[str, list[str]] = {
     "16 bits": [],
@@ -91,12 +90,7 @@ def drafts(url: str) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
-        prog="python -m perf_configs.quality",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argument_parser("perf_configs.quality", __doc__)
     parser.add_argument("--model", metavar="DIR", required=True, help="checkpoint folder")
     parser.add_argument("--port", type=integer(1), default=9700, help="a free one (default: %(default)s)")
     options = parser.parse_args(argv)

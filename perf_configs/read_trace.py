@@ -8,12 +8,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from client.arguments import argument_parser
 
 TOP, GAPS = 14, 8  # lines
 
@@ -78,12 +79,7 @@ def _short(name: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
-        prog="python -m perf_configs.read_trace",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argument_parser("perf_configs.read_trace", __doc__)
     parser.add_argument("file", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
     try:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from client.arguments import integer, positive
+from client.arguments import argument_parser, integer, positive
 from flashinfer_backend.cache.pool import BlockPool
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
 from flashinfer_backend.serving.router import Router
@@ -109,9 +109,7 @@ def play(routing: str, options: argparse.Namespace, folder: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser("perf_configs.route_chats", __doc__)
     parser.add_argument("--engines", type=integer(1), default=4)
     parser.add_argument("--processes", type=integer(1), default=6, help="that send requests")
     parser.add_argument("--chats", type=integer(1), default=400)

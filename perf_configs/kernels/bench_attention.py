@@ -14,14 +14,13 @@ counts the cache read. Cases whose cache does not fit the device are left out.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from client.arguments import integer, integers
+from client.arguments import argument_parser, integer, integers
 from flashinfer_backend.attention import split
 from flashinfer_backend.core.arguments import require_cuda
 
@@ -132,9 +131,7 @@ class Bench:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(None, __doc__)
     parser.add_argument("--num-seqs", type=integers(1), default="1,2,4,8,16,32,64,128,256")
     parser.add_argument(
         "--max-seq-lens", type=integers(1), default="1024,2048,4096,8192,16384,32768,65536,131072"

@@ -11,14 +11,13 @@ floor counts the bytes that an operation has to move at the speed of a copy in t
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from bench_attention import timed
 
-from client.arguments import integer, integers
+from client.arguments import argument_parser, integer, integers
 from flashinfer_backend.core.arguments import require_cuda
 
 DIM, WIDTH = 128, 4
@@ -84,9 +83,7 @@ class Bench:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(None, __doc__)
     parser.add_argument("--rows", type=integers(1), default="1,4,16,64,256")
     parser.add_argument("--prompts", type=integers(2), default="512,2048,8192,32768")
     parser.add_argument("--key-heads", type=integer(1), default=16)

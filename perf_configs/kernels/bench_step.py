@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from client.arguments import integers, positive
+from client.arguments import argument_parser, integers, positive
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.contract import StepShape
 from flashinfer_backend.cache.device import KVCache
@@ -199,9 +199,7 @@ def lengths(text: str) -> list[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(None, __doc__)
     parser.add_argument("model_dir", type=named_folder)
     parser.add_argument("--batches", type=integers(1), default="1,4,16,64,128,256")
     parser.add_argument("--contexts", type=integers(1), default="256,1024")
