@@ -40,13 +40,13 @@ from client.datasets import load_prompts, load_tokenizer
 from client.load import Load, run_load
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import resolve_model_dir
-from flashinfer_backend.engine.start import Core, start
+from flashinfer_backend.engine.start import start
 from flashinfer_backend.models.adapters import ADAPTER_CONFIG, PREFIX, WEIGHTS
 from flashinfer_backend.models.hf import read_spec
 from flashinfer_backend.models.spec import ModelSpec
-from perf_configs.bench_engine import Driver, graph_seconds
+from perf_configs.bench_engine import Driver, graph_seconds, random_prompts
 from perf_configs.engine_start import add_engine_options, parameters_from
-from perf_configs.servers import ServerSpec, StartError, check, choose_servers, read_servers, serve
+from perf_configs.servers import Running, ServerSpec, StartError, serve_each, server_names
 
 PROMPT, WARM, SPARE = 256, 16, 24  # tokens: of a prompt, of decode steps before the clock and behind it
 ANSWER, REQUESTS_EACH = 256, 6  # servers: tokens of an answer, requests for each that is sent at a time
@@ -92,15 +92,8 @@ class Case:
     def measure(self, batch: int, steps: int, vocab: int) -> tuple[float, float]:
         """Seconds of a decode step, and of its graph alone (nan without graphs)."""
         driver, core = self._driver, self._driver.core
-        generator = np.random.default_rng(batch)
-        for number in range(batch):
-            prompt = generator.integers(3, vocab, PROMPT, dtype=np.int32)
-            driver.submit(prompt, WARM + steps + SPARE, self.adapters[number % len(self.adapters)])
-        driver.step_until_all_decode()
-        for _ in range(WARM):
-            driver.step()
-        _wait(core)
-        driver.step()
+        prompts = random_prompts(batch, PROMPT, vocab, seed=batch)
+        driver.decode(prompts, WARM + steps + SPARE, self.adapters, WARM)
         began = time.perf_counter()
         for _ in range(steps):
             driver.step()
@@ -111,11 +104,6 @@ class Case:
             graph = graph_seconds(core, graphs, batch)
         driver.drain()
         return seconds, graph
-
-
-def _wait(core: Core) -> None:
-    if core.runner.device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def measure_all(
@@ -162,43 +150,30 @@ def compare(options: argparse.Namespace, folders: Sequence[Path]) -> list[dict[s
     tokenizer = load_tokenizer(options.model)
     rows: list[dict[str, Any]] = []
     names = tuple(folder.name for folder in folders)
-    for spec in options.servers:
-        check(spec, PORT)
+
+    def measure(spec: ServerSpec, running: Running) -> None:
+        load = Load("openai", running.url, running.model)
+        # The first of each to warm up.
+        for batch in (max(options.batches), *options.batches):
+            for asked in ((), names):
+                lengths = {"input_range": (PROMPT,) * 2, "output_range": (ANSWER,) * 2}
+                prompts = load_prompts("random", tokenizer, REQUESTS_EACH * batch, len(rows), **lengths)
+                told = replace(load, max_concurrency=batch, lora_modules=asked)
+                found = run_load(told, prompts).summary
+                if found["failed"]:
+                    raise StartError(f"{spec.label}: {found['failed']} requests failed: {found['errors']}")
+                what = f"{len(asked)} adapters" if asked else "the model"
+                row = {"server": f"{spec.label} {running.version}", "batch": batch, "asked": what}
+                row |= {
+                    key: found[key] for key in ("output_tokens_per_s", "median_tpot_ms", "median_ttft_ms")
+                }
+                rows.append(row)
+                print(f"| {' | '.join(map(str, row.values()))} |", flush=True)
+
     print("| server | at a time | requests for | output tokens/s | TPOT, ms | TTFT, ms |", flush=True)
     print("|---|---:|---|---:|---:|---:|", flush=True)
-    for spec in options.servers:
-        with tempfile.TemporaryDirectory(prefix=f"perf-{spec.name}-") as work:
-            kept = Path(f"bench_adapters-{spec.name}.log").resolve()
-            with serve(spec, variables, Path(work), PORT, math.inf, kept) as running:
-                load = Load("openai", running.url, running.model)
-                # The first of each to warm up.
-                for batch in (max(options.batches), *options.batches):
-                    for asked in ((), names):
-                        lengths = {"input_range": (PROMPT,) * 2, "output_range": (ANSWER,) * 2}
-                        each = REQUESTS_EACH * batch
-                        prompts = load_prompts("random", tokenizer, each, len(rows), **lengths)
-                        told = replace(load, max_concurrency=batch, lora_modules=asked)
-                        found = run_load(told, prompts).summary
-                        if found["failed"]:
-                            raise StartError(
-                                f"{spec.label}: {found['failed']} requests failed: {found['errors']}"
-                            )
-                        what = f"{len(asked)} adapters" if asked else "the model"
-                        row = {"server": f"{spec.label} {running.version}", "batch": batch, "asked": what}
-                        row |= {
-                            key: found[key]
-                            for key in ("output_tokens_per_s", "median_tpot_ms", "median_ttft_ms")
-                        }
-                        rows.append(row)
-                        print(f"| {' | '.join(map(str, row.values()))} |", flush=True)
+    serve_each(options.servers, variables, PORT, "bench_adapters", measure)
     return rows
-
-
-def _servers(names: str) -> list[ServerSpec]:
-    try:
-        return choose_servers(names, read_servers())
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -210,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--batches", type=integers(1), default="1,32", metavar="N,...", help="(default: %(default)s)")
     add("--rounds", type=integer(1), default=5, metavar="N", help="(default: %(default)s)")
     add("--steps", type=integer(1), default=100, metavar="N", help="of a round (default: %(default)s)")
-    add("--servers", type=_servers, metavar="NAME,...", help="of servers.toml, to measure instead")
+    add("--servers", type=server_names, metavar="NAME,...", help="of servers.toml, to measure instead")
     add("--out", type=Path, metavar="FILE", help="write the results as JSON")
     options = parser.parse_args(argv)
     most = max(options.batches)

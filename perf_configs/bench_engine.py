@@ -99,6 +99,20 @@ class Driver:
         waiting = len(self.loop.preparations)
         return bool(self.socket.inbox or self.core.scheduler.requests or self.loop.in_flight or waiting)
 
+    def decode(
+        self, prompts: Sequence[np.ndarray], max_tokens: int, adapters: Sequence[str] = ("",), warm: int = 16
+    ) -> None:
+        """Submit these prompts, with the adapters in turns, and step until all decode and `warm` steps more.
+        The device has nothing left to do but the step that was launched last."""
+        for number, prompt in enumerate(prompts):
+            self.submit(prompt, max_tokens, adapters[number % len(adapters)])
+        self.step_until_all_decode()
+        for _ in range(warm):
+            self.step()
+        if self.core.runner.device.type == "cuda":
+            torch.cuda.synchronize()
+            self.step()
+
     def step_until_all_decode(self) -> None:
         """Until the prompts of all requests so far are computed."""
         self.step()
@@ -110,19 +124,23 @@ class Driver:
         while self.busy:
             self.step()
 
+    def stop(self) -> None:
+        """End all requests where they are."""
+        for request in list(self.core.scheduler.requests.values()):
+            self.core.scheduler.release(request)
+        self.drain()
+
+
+def random_prompts(count: int, length: int, vocab: int, seed: int) -> list[np.ndarray]:
+    generator = np.random.default_rng(seed)
+    return [generator.integers(3, vocab, length, dtype=np.int32) for _ in range(count)]
+
 
 def decode_steps(core: Core, batch: int, context: int, steps: int, vocab: int) -> dict[str, float]:
     """Mean step of `batch` sequences whose context grows from `context` by `steps`. Without graph_ms and
     idle_share of several ranks."""
     driver = Driver(core)
-    generator = np.random.default_rng(batch)
-    for _ in range(batch):
-        driver.submit(generator.integers(3, vocab, context, dtype=np.int32), steps + SPARE)
-    driver.step_until_all_decode()
-    for _ in range(16):
-        driver.step()
-    torch.cuda.synchronize()
-    driver.step()
+    driver.decode(random_prompts(batch, context, vocab, seed=batch), steps + SPARE)
     began, cpu_began = time.perf_counter(), time.thread_time()
     for _ in range(steps):
         driver.step()

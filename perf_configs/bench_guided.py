@@ -16,10 +16,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import random
 import statistics
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +31,7 @@ from flashinfer_backend.openai.formats.choice import TOOL_FORMATS
 from flashinfer_backend.openai.strict import calls_guide
 from flashinfer_backend.structured.compiler import GrammarCompiler
 from flashinfer_backend.text.tokenizer import TextTokenizer
-from perf_configs.servers import ServerSpec, StartError, check, choose_servers, read_servers, serve
+from perf_configs.servers import Running, ServerSpec, StartError, serve_each, server_names
 
 PROFILE = Path(__file__).parent / "profiles/h200-8b.toml"
 WORDS = ("time", "river", "stone", "paper", "garden", "winter", "engine", "copper", "letter", "window")
@@ -160,16 +158,14 @@ def compare(args: argparse.Namespace) -> None:
         "LOAD_FORMAT": args.load_format,
         "TENSOR_PARALLEL_SIZE": "1",
     }
-    for spec in args.servers:
-        check(spec, args.port)
-    for spec in args.servers:
-        with tempfile.TemporaryDirectory(prefix=f"perf-{spec.name}-") as work:
-            kept = Path(f"bench_guided-{spec.name}.log").resolve()
-            with serve(spec, variables, Path(work), args.port, math.inf, kept) as running:
-                print(f"\n{spec.label} {running.version} ({running.since})\n", flush=True)
-                random.seed(0)  # the same requests for each
-                of = {**vars(args), "url": running.url, "model": running.model}
-                results[spec.label] = asyncio.run(run(argparse.Namespace(**of)))
+
+    def measure(spec: ServerSpec, running: Running) -> None:
+        print(f"\n{spec.label} {running.version} ({running.since})\n", flush=True)
+        random.seed(0)  # the same requests for each
+        of = {**vars(args), "url": running.url, "model": running.model}
+        results[spec.label] = asyncio.run(run(argparse.Namespace(**of)))
+
+    serve_each(args.servers, variables, args.port, "bench_guided", measure)
     print("\n| at once | " + " | ".join(f"{n}: plain | guided | ratio" for n in results) + " |")
     print("|---:" * (1 + 3 * len(results)) + "|")
     for count in args.concurrency:
@@ -200,18 +196,13 @@ def tools_table(checkpoint: str) -> None:
         print(f"| {tool_format} | {times[0] * 1e3:.1f} | {median_ms(times[1:]):.1f} |")
 
 
-def _servers(names: str) -> list[ServerSpec]:
-    try:
-        return choose_servers(names, read_servers())
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def main() -> None:
     parser = argument_parser("perf_configs.bench_guided", __doc__)
     parser.add_argument("--url", default="http://127.0.0.1:9000", help="of an OpenAI API that runs")
     parser.add_argument(
-        "--servers", type=_servers, help="names of servers.toml to start instead, such as ours-openai,vllm"
+        "--servers",
+        type=server_names,
+        help="names of servers.toml to start instead, such as ours-openai,vllm",
     )
     parser.add_argument("--model-dir", type=Path, help="their checkpoint")
     parser.add_argument("--load-format", default="dummy", help="dummy (random weights) or auto")

@@ -12,7 +12,6 @@ which an answer goes through the vocabulary in one known order (perf_configs.rep
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import time
@@ -26,12 +25,11 @@ import torch
 from client.arguments import argument_parser, integer, integers
 from flashinfer_backend.core.arguments import require_cuda
 from flashinfer_backend.core.config import EngineConfig
-from flashinfer_backend.engine.start import Core, start
+from flashinfer_backend.engine.start import Core
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.speculate.ngram import NGram, make_ngram
-from flashinfer_backend.speculate.proposer import MakeProposer
-from perf_configs.bench_engine import Driver
-from perf_configs.engine_start import add_engine_options, parameters_from
+from perf_configs.bench_engine import Driver, random_prompts
+from perf_configs.engine_start import add_engine_options, parameters_from, start_again
 from perf_configs.replaying import tokens_follow
 
 PROMPT, WARM, SECONDS, LEAST_STEPS = 256, 24, 1.5, 60
@@ -41,11 +39,7 @@ COPIED = 240  # tokens of a prompt that an answer copies
 def measure(core: Core, prompts: list[np.ndarray], most: int) -> dict[str, float]:
     """Decode these sequences side by side for SECONDS and LEAST_STEPS, or until one has `most` tokens."""
     driver, scheduler = Driver(core), core.scheduler
-    for prompt in prompts:
-        driver.submit(prompt, most)
-    driver.step_until_all_decode()
-    for _ in range(WARM):
-        driver.step()
+    driver.decode(prompts, most, warm=WARM)
     drafted, accepted = scheduler.drafted_tokens, scheduler.accepted_tokens
     tokens, began, steps = driver.socket.output_tokens, time.perf_counter(), 0
     running = len(scheduler.running)
@@ -57,9 +51,7 @@ def measure(core: Core, prompts: list[np.ndarray], most: int) -> dict[str, float
             break
     made = driver.socket.output_tokens - tokens
     drafted, accepted = scheduler.drafted_tokens - drafted, scheduler.accepted_tokens - accepted
-    for request in list(scheduler.requests.values()):
-        scheduler.release(request)
-    driver.drain()
+    driver.stop()
     return {
         "tokens_per_s": made / seconds,
         "step_ms": seconds / steps * 1e3,
@@ -67,11 +59,6 @@ def measure(core: Core, prompts: list[np.ndarray], most: int) -> dict[str, float
         "drafted": drafted,
         "accepted": accepted,
     }
-
-
-def random_prompts(count: int, vocab: int) -> list[np.ndarray]:
-    generator = np.random.default_rng(count)
-    return [generator.integers(3, vocab, PROMPT, dtype=np.int32) for _ in range(count)]
 
 
 def copying_prompts(count: int, follows: np.ndarray) -> list[np.ndarray]:
@@ -84,12 +71,6 @@ def copying_prompts(count: int, follows: np.ndarray) -> list[np.ndarray]:
         between = generator.integers(3, len(follows), PROMPT - COPIED - 4)
         prompts.append(np.array([*chain, *between, *chain[:4]], np.int32))
     return prompts
-
-
-def engine(parameters: dict[str, str], make_proposer: MakeProposer | None) -> Core:
-    gc.collect()
-    torch.cuda.empty_cache()
-    return start(EngineConfig.from_parameters(parameters), make_proposer=make_proposer)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -131,17 +112,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         follows.append(tokens_follow(model, torch.Generator().manual_seed(0)).numpy())
         return make_ngram(config, model)
 
-    core = engine(parameters, None)
+    core = start_again(parameters, None)
     vocab = core.spec.vocab_size
     for batch in batches:
-        note("no drafts", batch, measure(core, random_prompts(batch, vocab), most))
+        note("no drafts", batch, measure(core, random_prompts(batch, PROMPT, vocab, seed=batch), most))
     core.close()
     del core
-    core = engine(parameters, make)
+    core = start_again(parameters, make)
     for batch in batches:
         copying = copying_prompts(batch, follows[0])
         note("copies", batch, measure(core, copying, COPIED - 8))
-        note("nothing twice", batch, measure(core, random_prompts(batch, vocab), most))
+        note("nothing twice", batch, measure(core, random_prompts(batch, PROMPT, vocab, seed=batch), most))
     core.close()
 
 

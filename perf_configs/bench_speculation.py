@@ -13,7 +13,6 @@ none. Below it stand the rates that miss what is required.
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import time
@@ -21,16 +20,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from client.arguments import argument_parser, integer, integers
 from flashinfer_backend.core.arguments import require_cuda
-from flashinfer_backend.core.config import EngineConfig
-from flashinfer_backend.engine.start import Core, start
-from flashinfer_backend.speculate.proposer import MakeProposer
-from perf_configs.bench_engine import CONTEXT, Driver
-from perf_configs.engine_start import DEFAULTS, engine_parameters
+from flashinfer_backend.engine.start import Core
+from perf_configs.bench_engine import CONTEXT, Driver, random_prompts
+from perf_configs.engine_start import DEFAULTS, engine_parameters, start_again
 from perf_configs.replaying import Replaying, make_replaying, tokens_follow
 
 SHAPES = Path(__file__).parent / "shapes"
@@ -69,33 +65,16 @@ class Row(NamedTuple):
 def rate(core: Core, batch: int) -> tuple[float, float]:
     """Output tokens per second of `batch` greedy sequences, and tokens of each step of one of them. The first
     prompts are the same for every batch, so the prefix cache has them."""
-    driver, scheduler = Driver(core), core.scheduler
-    generator = np.random.default_rng(0)
-    for _ in range(batch):
-        prompt = generator.integers(3, core.spec.vocab_size, CONTEXT, dtype=np.int32)
-        driver.submit(prompt, core.config.max_seq_len - CONTEXT)
-    driver.step_until_all_decode()
-    for _ in range(WARM):
-        driver.step()
-    if core.runner.device.type == "cuda":
-        torch.cuda.synchronize()
-        driver.step()
+    driver = Driver(core)
+    prompts = random_prompts(batch, CONTEXT, core.spec.vocab_size, seed=0)
+    driver.decode(prompts, core.config.max_seq_len - CONTEXT, warm=WARM)
     tokens, steps, began = driver.socket.output_tokens, len(driver.shapes), time.perf_counter()
     while driver.socket.output_tokens < tokens + batch * TOKENS and time.perf_counter() < began + SECONDS:
         driver.step()
     seconds = time.perf_counter() - began
     tokens, steps = driver.socket.output_tokens - tokens, len(driver.shapes) - steps
-    for request in list(scheduler.requests.values()):
-        scheduler.release(request)
-    driver.drain()
+    driver.stop()
     return tokens / seconds, tokens / steps / batch
-
-
-def started(parameters: dict[str, str], make_proposer: MakeProposer | None) -> Core:
-    gc.collect()  # an engine's parts know each other
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    return start(EngineConfig.from_parameters(parameters), make_proposer=make_proposer)
 
 
 def measure(
@@ -103,13 +82,13 @@ def measure(
 ) -> list[Row]:
     """All rows of a case: by batches, and by LENGTHS as far as there are drafts for them."""
     lengths = [length for length in LENGTHS if length <= drafts + 1]
-    core = started(parameters, None)
+    core = start_again(parameters, None)
     # The same tokens as with drafts: they decide which experts a step reads.
     tokens_follow(core.runner.state.model, torch.Generator().manual_seed(0))
     plain = {batch: rate(core, batch)[0] for batch in sorted(batches, reverse=True)}
     core.close()
     del core
-    core = started(parameters, make_replaying(drafts, lengths[-1], with_head=with_head))
+    core = start_again(parameters, make_replaying(drafts, lengths[-1], with_head=with_head))
     assert core.runner.drafting is not None
     proposer = core.runner.drafting.proposer
     assert isinstance(proposer, Replaying)

@@ -5,8 +5,11 @@ its start on a GPU."""
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 from collections.abc import Sequence
+
+import torch
 
 from flashinfer_backend.config_tools import settings
 from flashinfer_backend.core.arguments import require_cuda
@@ -14,6 +17,7 @@ from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.engine.start import Core, start
 from flashinfer_backend.models.hf import read_spec
+from flashinfer_backend.speculate.proposer import MakeProposer
 
 MAX_SEQ_LEN = 8192  # or what the checkpoint allows
 DEFAULTS = {"enable_kv_cache_reuse": "false", "max_num_tokens_while_decoding": "8192"}
@@ -58,6 +62,14 @@ def parameters_from(
         return engine_parameters(options.model, options.load_format, DEFAULTS | defaults, options.set)
     except (OSError, ValueError) as error:
         parser.error(str(error))
+
+
+def start_again(parameters: dict[str, str], make_proposer: MakeProposer | None) -> Core:
+    """An engine after another that was closed."""
+    gc.collect()  # an engine's parts know each other
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return start(EngineConfig.from_parameters(parameters), make_proposer=make_proposer)
 
 
 def start_on_gpu(parser: argparse.ArgumentParser, parameters: dict[str, str]) -> Core:

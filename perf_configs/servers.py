@@ -14,7 +14,8 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -109,6 +110,14 @@ def choose_servers(names: str, known: dict[str, ServerSpec]) -> list[ServerSpec]
             one = replace(spec, variant=each)
             chosen[one.label] = one
     return list(chosen.values())
+
+
+def server_names(names: str) -> list[ServerSpec]:
+    """The type of an option: what choose_servers takes."""
+    try:
+        return choose_servers(names, read_servers())
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
 
 
 @dataclass(frozen=True)
@@ -206,6 +215,21 @@ def serve(
             if process is not None:
                 _stop(process)
                 wait_for_free_gpus(used_before)
+
+
+def serve_each(
+    specs: Sequence[ServerSpec], variables: dict[str, str], port: int, program: str,
+    measure: Callable[[ServerSpec, Running], None],
+) -> None:  # fmt: skip
+    """Starts servers one after the other, each to be measured. Logs of failed ones are kept under the
+    program's name. Raises StartError, before the first start where one of them cannot be started."""
+    for spec in specs:
+        check(spec, port)
+    for spec in specs:
+        with tempfile.TemporaryDirectory(prefix=f"perf-{spec.name}-") as work:
+            kept = Path(f"{program}-{spec.name}.log").resolve()
+            with serve(spec, variables, Path(work), port, math.inf, kept) as running:
+                measure(spec, running)
 
 
 class _Start:

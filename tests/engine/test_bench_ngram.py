@@ -14,6 +14,7 @@ from checkpoints import make_checkpoint
 from engine.harness import start_core
 from flashinfer_backend.speculate.ngram import make_ngram
 from perf_configs import bench_ngram
+from perf_configs.bench_engine import random_prompts
 from perf_configs.replaying import tokens_follow
 
 
@@ -32,5 +33,5 @@ def test_ngrams_of_answers_that_copy_and_of_others(tmp_path: Path, monkeypatch: 
     prompts = bench_ngram.copying_prompts(2, follows[0])
     copied = bench_ngram.measure(core, prompts, bench_ngram.COPIED - 8)
     assert copied["accepted"] > 0.9 * copied["drafted"] and copied["tokens_per_step"] > 3
-    never = bench_ngram.measure(core, bench_ngram.random_prompts(2, 2000), 200)
+    never = bench_ngram.measure(core, random_prompts(2, 256, 2000, seed=2), 200)
     assert never["accepted"] <= 3 and never["drafted"] < 80
