@@ -26,7 +26,7 @@ from typing import Any
 
 from client.arguments import INT32, finite, http_url, integer, json_object, seconds
 from client.events import ServerError, post_events, why_unreachable
-from client.ready import first_model
+from client.ready import first_ensemble, first_model
 from client.wire import delta_thought
 
 with suppress(ImportError):
@@ -389,7 +389,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     key = os.environ.get(args.api_key_env) if args.api_key_env else None
     if model is None:
         try:
-            model = "ensemble" if args.backend == "triton" else first_model(url, key)
+            model = first_ensemble(url, key) if args.backend == "triton" else first_model(url, key)
         except (OSError, ValueError) as error:
             hint = HINTS.get(getattr(error, "code", None), "")
             print(f"error: {url}: {why_unreachable(error)}{hint}", file=sys.stderr)

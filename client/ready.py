@@ -60,7 +60,11 @@ def missing(load: Load) -> str | None:
             asked = _refusal(base + f"/v2/models/{model}", load.api_key)
             where, error = (base + f"/v2/models/{model}", asked) if asked else (where, error)
         text = error_message(error.read().decode(errors="replace"))
-        return f"{where}: HTTP {error.code} {text}".rstrip()
+        has = ""
+        if load.backend not in OPENAI and error.code == 404:
+            names = ensembles(base, load.api_key)
+            has = f"; its ensembles are: {', '.join(names)} (--model)" if names else ""
+        return f"{where}: HTTP {error.code} {text}".rstrip() + has
     except (OSError, ValueError) as error:
         return f"{base}{path}: {getattr(error, 'reason', error) or type(error).__name__}"
     return None
@@ -83,31 +87,56 @@ def listed_models(url: str, api_key: str | None = None) -> list[str]:
     return names
 
 
+def ensembles(url: str, api_key: str | None = None) -> list[str]:
+    """The ensembles of a Triton server over HTTP; none where it does not say."""
+    base, found = url.rstrip("/"), []
+    try:
+        for entry in json.loads(_get(f"{base}/v2/repository/index", api_key, b"{}")):
+            config = json.loads(_get(f"{base}/v2/models/{entry['name']}/config", api_key))
+            if "ensemble_scheduling" in config:
+                found.append(str(entry["name"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return found
+
+
+def first_ensemble(url: str, api_key: str | None = None) -> str:
+    """The default one where the server has it, or says nothing; else the first that it has."""
+    names, default = ensembles(url, api_key), DEFAULT_MODELS["triton"]
+    return default if default in names or not names else names[0]
+
+
 def tokenizer_folder(load: Load) -> str:
-    """The tokenizer's folder as the server names it: `tokenizer_dir` of a Triton ensemble's preprocessing,
+    """The tokenizer's folder as the server names it: `tokenizer_dir` of the first step of a Triton ensemble,
     `root` of an OpenAI server's model, as vLLM lists it. Raises OSError, or ValueError without
     one."""
     told: Any = None
+    model = load.model or DEFAULT_MODELS[load.backend]
     if load.backend == "triton-grpc":
         import tritonclient.grpc as triton
 
         try:
             with triton.InferenceServerClient(load.target) as client:
-                config = client.get_model_config("preprocessing", client_timeout=LOOK_SECONDS).config
+                config = client.get_model_config(model, client_timeout=LOOK_SECONDS).config
+                first = config.ensemble_scheduling.step[0].model_name
+                config = client.get_model_config(first, client_timeout=LOOK_SECONDS).config
                 told = config.parameters["tokenizer_dir"].string_value
-        except triton.InferenceServerException:
-            pass  # no such model
+        except (triton.InferenceServerException, IndexError):
+            pass  # no such model, or no ensemble
     else:
-        path = "/v1/models" if load.backend in OPENAI else "/v2/models/preprocessing/config"
+        base = load.url.rstrip("/")
+        path = "/v1/models" if load.backend in OPENAI else f"/v2/models/{model}/config"
         try:
-            answer: Any = json.loads(_get(load.url.rstrip("/") + path, load.api_key))
+            answer: Any = json.loads(_get(base + path, load.api_key))
             if load.backend in OPENAI:
                 models = {model["id"]: model.get("root") for model in answer["data"]}
                 told = models[load.model or next(iter(models))]
             else:
+                first = answer["ensemble_scheduling"]["step"][0]["model_name"]
+                answer = json.loads(_get(f"{base}/v2/models/{first}/config", load.api_key))
                 told = answer["parameters"]["tokenizer_dir"]["string_value"]
-        except (urllib.error.HTTPError, KeyError, TypeError, AttributeError, StopIteration):
-            pass  # no such model, or another kind of server
+        except (urllib.error.HTTPError, LookupError, TypeError, AttributeError, StopIteration):
+            pass  # no such model, no ensemble, or another kind of server
     if not told or not isinstance(told, str):
         raise ValueError("the server does not name its tokenizer's folder: give it by --tokenizer FOLDER")
     return told
@@ -150,19 +179,29 @@ def _refusal(url: str, api_key: str | None) -> urllib.error.HTTPError | None:
 def _missing_grpc(load: Load) -> str | None:
     import tritonclient.grpc as triton
 
+    def is_ensemble(client: Any, name: str) -> bool:
+        config = client.get_model_config(name, client_timeout=LOOK_SECONDS).config
+        return bool(config.ensemble_scheduling.step)
+
     model = load.model or DEFAULT_MODELS[load.backend]
     try:
         with triton.InferenceServerClient(load.target) as client:
             if client.is_model_ready(model, client_timeout=LOOK_SECONDS):
                 return None
-            return f"model {model!r} at gRPC {load.target}: not ready, or not there"
+            index = client.get_model_repository_index(client_timeout=LOOK_SECONDS)
+            known = [each.name for each in index.models]
+            has = ""
+            if model not in known and (there := [name for name in known if is_ensemble(client, name)]):
+                has = f"; its ensembles are: {', '.join(there)} (--model)"
+            return f"model {model!r} at gRPC {load.target}: not ready, or not there{has}"
     except triton.InferenceServerException as error:
         return f"gRPC {load.target}: {str(error.message() or error).splitlines()[0][:200]}"
 
 
-def _get(url: str, api_key: str | None) -> bytes:
+def _get(url: str, api_key: str | None, body: bytes | None = None) -> bytes:
+    """The answer to a GET, or to a POST of `body`."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    request = urllib.request.Request(url, headers=headers)
+    request = urllib.request.Request(url, body, headers)
     try:
         with urllib.request.urlopen(request, timeout=LOOK_SECONDS) as answer:
             return bytes(answer.read())

@@ -38,7 +38,7 @@ from flashinfer_backend.core import processes
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.openai.arguments import LOGITS_ROOM
 from flashinfer_backend.openai.parent import Parent
-from flashinfer_backend.openai.worker import WorkerOptions
+from flashinfer_backend.openai.worker import ServedModel, WorkerOptions
 from flashinfer_backend.transport import protocol, rundir
 from flashinfer_backend.transport.addresses import resolve
 from flashinfer_backend.transport.engine_socket import EngineSocket
@@ -148,9 +148,7 @@ def client(port: int, streams: int, tokens: int, received: Any) -> None:
 def door(run_dir: Path, port: int, workers: int) -> None:
     """The API's parent process."""
     options = WorkerOptions(
-        engine=EngineConfig(model_dir="bundled"),
-        run_dir=str(run_dir),
-        names=["bundled"],
+        models=[ServedModel(["bundled"], EngineConfig(model_dir="bundled"), str(run_dir))],
         created=0,
         template_file=None,
         tool_format="auto",

@@ -16,7 +16,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from email.message import Message
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,16 @@ LLM_LOGITS_MIB = 8  # max_logits_mib of the server `contract`
 JSON_LOGITS_MIB = 4  # its max_json_logits_mib
 
 
-def build_repository(folder: Path, *knobs: str, kv_tokens: int = 32768) -> Path:
-    """A model repository with the bundled model and a KV cache of so many tokens; knobs go before both."""
+def build_repository(
+    folder: Path, *knobs: str, kv_tokens: int = 32768, models: Mapping[str, Path | str] | None = None
+) -> Path:
+    """A model repository with the bundled model, or `models` by name, and a KV cache of `kv_tokens` tokens;
+    knobs override both."""
     defaults = ["device=cpu", f"max_tokens_in_paged_kv_cache={kv_tokens}"]
     given = {knob.partition("=")[0] for knob in knobs}
     defaults = [knob for knob in defaults if knob.partition("=")[0] not in given]
-    arguments = ["--output", str(folder / "repository"), "--set", *defaults, *knobs]
+    named = [f"--model={name}={model}" for name, model in (models or {}).items()]
+    arguments = ["--output", str(folder / "repository"), *named, "--set", *defaults, *knobs]
     assert cli.main(ROOT / "model_repo", arguments) == 0
     return folder / "repository"
 

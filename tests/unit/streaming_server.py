@@ -57,7 +57,11 @@ class StreamingServer:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
                 if head.startswith("get"):
                     data = [{"id": name, "root": self.tokenizer} for name in self.models]
-                    if "/preprocessing/config" in head and self.tokenizer:
+                    if "/ensemble/config" in head:
+                        steps = [{"model_name": "first"}, {"model_name": "preprocessing"}]
+                        await self._answer(writer, 200, {"ensemble_scheduling": {"step": steps}})
+                        continue
+                    if "/first/config" in head and self.tokenizer:
                         parameters = {"tokenizer_dir": {"string_value": self.tokenizer}}
                         await self._answer(writer, 200, {"parameters": parameters})
                         continue

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.openai.answer import take_text
 from flashinfer_backend.openai.door import Door, Model
-from flashinfer_backend.openai.link import EngineLink
+from flashinfer_backend.openai.link import EngineLink, LogitsRoom
 from flashinfer_backend.openai.token_lists import TokenLists
 from flashinfer_backend.serving.generation import GenerationRequest
 from flashinfer_backend.text.delta import DeltaDecoder
@@ -54,11 +54,11 @@ def answered(tmp_path: Path) -> Answered:
     ) -> str:
         """The text of an answer of these ids, which ends with them or with a stop word."""
         tokenizer.save(str(tmp_path / "tokenizer.json"))
-        metrics: Any = SimpleNamespace(ended=lambda stream, chunk: None)
+        metrics: Any = SimpleNamespace(ended=lambda model, stream, chunk: None)
         door = Door(Model(tmp_path, tmp_path, ("small",), created=0, openai_defaults=True), metrics)
 
         async def run() -> str:
-            door.link = EngineLink(Sent(), asyncio.get_running_loop())  # type: ignore[arg-type]
+            door.link = EngineLink(Sent(), asyncio.get_running_loop(), LogitsRoom())  # type: ignore[arg-type]
             params = SamplingParams(max_tokens=99)
             row = GenerationRequest(
                 np.array(prompt, "<i4"), params, streaming, True, stops, exclude and bool(stops)

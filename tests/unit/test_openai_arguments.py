@@ -76,7 +76,7 @@ def test_the_number_of_processes_follows_engines_and_cores(
         (tmp_path / "cpu.max").write_text(quota + "\n")
     config = EngineConfig(model_dir="bundled", replicas=engines, device=given.pop("device", "cuda"))
     options = argparse.Namespace(**({"workers": None, "store_mib": 0} | given))
-    assert worker_count(options, config) == count
+    assert worker_count(options, [config]) == count
 
 
 def test_kept_responses_need_one_process(capsys, free_port):

@@ -146,7 +146,7 @@ class Api:
         door = Door(Model(folder, folder, ("m",), 0), metrics)
         limits = SimpleNamespace(vocab_size=2048, max_seq_len=100, max_input_len=99)
         door.link = SimpleNamespace(engines=SimpleNamespace(status=limits))  # type: ignore[assignment]
-        self._app = make_app(door, Access(max_body_bytes=MOST, **access))
+        self._app = make_app([door], Access(max_body_bytes=MOST, **access))
 
     def call(
         self, path: str, body: bytes = b"", method: str = "POST", **headers: str

@@ -13,7 +13,7 @@ import pytest
 
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.openai import parent
-from flashinfer_backend.openai.worker import WorkerOptions
+from flashinfer_backend.openai.worker import ServedModel, WorkerOptions
 from flashinfer_backend.transport import restarts as restarting
 
 LOOPBACK = ipaddress.ip_address("127.0.0.1")
@@ -31,9 +31,7 @@ ENDS, IS_KILLED = "sys.exit(7)", "os.kill(os.getpid(), signal.SIGKILL)"
 
 def options(folder: Path) -> WorkerOptions:
     return WorkerOptions(
-        engine=EngineConfig(model_dir="bundled"),
-        run_dir=str(folder / "run"),
-        names=["bundled"],
+        models=[ServedModel(["bundled"], EngineConfig(model_dir="bundled"), str(folder / "run"))],
         created=0,
         template_file=None,
         tool_format="auto",

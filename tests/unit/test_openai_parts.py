@@ -71,7 +71,7 @@ def test_what_large_bodies_need_is_done_in_threads() -> None:
         return call
 
     door.render, door.decoder = watched(render), watched(decoder)  # type: ignore[method-assign]
-    app = make_app(door, Access())
+    app = make_app([door], Access())
 
     async def post(path: str, body: Any) -> dict[str, Any]:
         sent: list[Any] = []
@@ -528,7 +528,9 @@ def answered(
             tools, "harmony" if tools == "harmony" else "think", SCHEMAS, False
         ),
         door=SimpleNamespace(
-            decoder=lambda skip: DECODER, metrics=SimpleNamespace(ended=lambda stream, chunk: None)
+            name="m",
+            decoder=lambda skip: DECODER,
+            metrics=SimpleNamespace(ended=lambda model, stream, chunk: None),
         ),
         skip_special_tokens=False,
         tools=Tools(AUTO, [], SCHEMAS),

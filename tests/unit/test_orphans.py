@@ -156,7 +156,7 @@ def test_serve_removes_what_a_stub_left_that_ended_before_the_server(
     openai_door.add_arguments(parser)
     host = ipaddress.ip_address("127.0.0.1")
     door = openai_door.OpenAiDoor(parser.parse_args([]), host)
-    watchdog = Watchdog(["bash", str(tmp_path / "server")], dict(os.environ), host, 9, Policy(), door)
+    watchdog = Watchdog(["bash", str(tmp_path / "server")], dict(os.environ), host, 9, Policy(), door, [])
     stopping = threading.Thread(target=stop)
     stopping.start()
     try:

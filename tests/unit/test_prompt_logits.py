@@ -18,7 +18,7 @@ import pytest
 from flashinfer_backend.core.gate import Gate, Place
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.sampling_params import SamplingParams
-from flashinfer_backend.openai.link import EngineLink
+from flashinfer_backend.openai.link import EngineLink, LogitsRoom
 from flashinfer_backend.openai.token_lists import largest, prompt_lists, prompt_log_probs
 from flashinfer_backend.serving.generation import GenerationRequest
 from flashinfer_backend.text.delta import DeltaDecoder
@@ -124,7 +124,7 @@ def test_logits_are_reduced_beside_the_event_loop_and_free_their_room_then() -> 
         return len(prompt) * len(logits)
 
     async def run() -> None:
-        link = EngineLink(engines, asyncio.get_running_loop(), logits_room=4 * VOCAB)  # type: ignore[arg-type]
+        link = EngineLink(engines, asyncio.get_running_loop(), LogitsRoom(4 * VOCAB))  # type: ignore[arg-type]
         streams = link.generate([(row(1), 2), (row(1), 1)], DECODER, reduce)
         first, other, later = streams.all
         wanted = [params.context_logits for _, params, _ in engines.submitted]

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+ENSEMBLE = "ensemble"  # where a repository has one model without a name
 
 
 def read(file: Path) -> Any:
@@ -26,6 +29,24 @@ def read_parameters(file: Path) -> tuple[str, dict[str, str]]:
     config = read(file)
     parameters = {name: value.string_value for name, value in config.parameters.items()}
     return config.name or file.parent.name, set_parameters(parameters)
+
+
+def ensembles(repository: Path) -> dict[str, list[str]]:
+    """The ensembles of a model repository, each with the models of its steps; one of those with the same
+    steps. Files that cannot be read have none: tritonserver says what is wrong with them."""
+    found: dict[tuple[str, ...], str] = {}
+    for file in sorted(repository.glob("*/config.pbtxt")):
+        with contextlib.suppress(OSError, ValueError):
+            config = read(file)
+            steps = tuple(step.model_name for step in config.ensemble_scheduling.step)
+            if steps and found.get(steps) != ENSEMBLE:
+                found[steps] = config.name or file.parent.name
+    return {name: list(steps) for steps, name in found.items()}
+
+
+def ensemble_of(repository: Path, model: str) -> str:
+    """The ensemble that has a model as a step; empty where none has."""
+    return next((name for name, steps in ensembles(repository).items() if model in steps), "")
 
 
 def set_parameters(texts: Mapping[str, str]) -> dict[str, str]:

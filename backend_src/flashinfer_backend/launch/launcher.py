@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from flashinfer_backend.config_tools.model_config import ensembles
 from flashinfer_backend.core.arguments import count, port_number, seconds, whole_seconds
 from flashinfer_backend.core.headers import forwarding
 from flashinfer_backend.core.paths import unservable
@@ -256,4 +257,5 @@ def main(argv: list[str] | None = None) -> int:
     )
     with serving(repository):
         args += [*options.server_args, *forwarding(options.server_args)]
-        return Watchdog(args, env, address, options.http_port, policy, door).run()
+        names = list(ensembles(repository))
+        return Watchdog(args, env, address, options.http_port, policy, door, names).run()

@@ -18,7 +18,7 @@ from flashinfer_backend.core.output import say
 from flashinfer_backend.core.paths import run_dir
 from flashinfer_backend.launch.preflight import ServeError
 from flashinfer_backend.openai.arguments import API_ARGUMENTS, CONNECTIONS, KEYS_VARIABLE
-from flashinfer_backend.openai.options import llm_parameters, worker_count, worker_options
+from flashinfer_backend.openai.options import built_name, llm_parameters, worker_count, worker_options
 from flashinfer_backend.openai.parent import Parent
 from flashinfer_backend.openai.worker import check_packages, room_for_connections
 from flashinfer_backend.transport.addresses import Address, reachable_at
@@ -70,21 +70,23 @@ class OpenAiDoor:
             raise ServeError(f"--openai-port: {error}") from None
 
     def configure(self, repository: Path) -> None:
-        """Finds the engine's settings in the model repository. Raises ServeError."""
+        """Finds the models and their engines' settings in the model repository. Raises ServeError."""
         if self.port is None:
             return
+        serve, models = os.getpid(), []
         try:
-            name, parameters = llm_parameters(_llm_config(repository))
-            config = EngineConfig.from_parameters(parameters)
-            serve = os.getpid()
-            told = worker_options(self._options, config, run_dir(serve, name), serve, self._drain_s)
+            for file in _llm_configs(repository):
+                llm_name, parameters = llm_parameters(file)
+                config = EngineConfig.from_parameters(parameters)
+                models.append((built_name(file, llm_name), config, run_dir(serve, llm_name)))
+            told = worker_options(self._options, models, serve, self._drain_s)
         except (ValueError, OSError) as error:
             raise ServeError(f"--openai-port: {error}") from None
         self._parent = Parent(
             told,
             self._address,
             self.port,
-            worker_count(self._options, config),
+            worker_count(self._options, [config for _, config, _ in models]),
             self._stalled_s,
         )
 
@@ -116,20 +118,10 @@ class OpenAiDoor:
             self.failed = True
 
 
-def _llm_config(repository: Path) -> Path:
-    """The config.pbtxt of the model that has the engine. Raises ServeError."""
-    found = [file for file in sorted(repository.glob("*/config.pbtxt")) if _has_engine(file)]
-    if len(found) != 1:
-        names = ", ".join(file.parent.name for file in found) or "none"
-        raise ServeError(
-            f"--openai-port needs one model with an engine (a parameter model_dir) in {repository}; it has"
-            f" {names}"
-        )
-    return found[0]
-
-
-def _has_engine(file: Path) -> bool:
-    try:
-        return "model_dir" in read_parameters(file)[1]
-    except ValueError as error:
-        raise ServeError(str(error)) from None
+def _llm_configs(repository: Path) -> list[Path]:
+    """The config.pbtxt of each model that has an engine. Raises ValueError."""
+    files = sorted(repository.glob("*/config.pbtxt"))
+    found = [file for file in files if "model_dir" in read_parameters(file)[1]]
+    if not found:
+        raise ValueError(f"no model in {repository} has an engine (a parameter model_dir)")
+    return found

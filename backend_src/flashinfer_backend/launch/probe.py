@@ -13,21 +13,40 @@ import sys
 from flashinfer_backend.core.arguments import some_seconds
 from flashinfer_backend.launch.asking import ask
 
-BUSY = ("queue", "try again")  # in the words of a server that is well, but refuses
+WELL = ("queue", "try again", "writes no text")  # in the words of a server that is well, but refuses
 
 
-def problem(url: str, model: str, timeout_s: float) -> str:
-    """What is wrong with the server at `url`; empty when it answers, is full, or is being started again."""
+def problem(url: str, model: str | None, timeout_s: float) -> str:
+    """What is wrong with the server at `url`; empty when it answers, is full, or is being started again.
+    model: None for all ensembles."""
     status, _ = _ask(f"{url}/v2/health/live", None, timeout_s)
     if status != 200:
         return f"it does not say that it is live ({status or 'no answer'})"
     if _ask(f"{url}/v2/health/ready", None, timeout_s)[0] != 200:
         return ""  # it starts, or serve starts it again, and ends where that does not help
+    models = _ensembles(url, timeout_s) if model is None else [model]
+    if not models:
+        return "it says that it is ready, but names no ensemble"
     body = json.dumps({"text_input": "a", "max_tokens": 1}).encode()
-    status, text = _ask(f"{url}/v2/models/{model}/generate", body, timeout_s)
-    if status == 200 or any(word in text for word in BUSY):
-        return ""
-    return f"it says that it is ready, but does not generate ({status or 'no answer'}) {text[:200]}".rstrip()
+    for name in models:
+        status, text = _ask(f"{url}/v2/models/{name}/generate", body, timeout_s)
+        if status != 200 and not any(word in text for word in WELL):
+            said = f"{status or 'no answer'}) {text[:200]}".rstrip()
+            return f"it says that it is ready, but {name} does not generate ({said}"
+    return ""
+
+
+def _ensembles(url: str, timeout_s: float) -> list[str]:
+    """Of the server, one of those with the same steps."""
+    found: dict[str, str] = {}
+    try:
+        for entry in json.loads(_ask(f"{url}/v2/repository/index", b"{}", timeout_s)[1]):
+            config = json.loads(_ask(f"{url}/v2/models/{entry['name']}/config", None, timeout_s)[1])
+            if steps := config.get("ensemble_scheduling", {}).get("step"):
+                found[json.dumps(steps)] = entry["name"]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return []
+    return list(found.values())
 
 
 def _ask(url: str, body: bytes | None, timeout_s: float) -> tuple[int, str]:
@@ -44,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
         allow_abbrev=False, prog="python -m flashinfer_backend.launch.probe", description=__doc__
     )
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="default: %(default)s")
-    parser.add_argument("--model", default="ensemble", help="default: %(default)s")
+    parser.add_argument("--model", metavar="NAME", help="the model to ask (default: all ensembles)")
     parser.add_argument(
         "--timeout", type=some_seconds, default=5.0, metavar="S", help="for each answer (default: 5)"
     )

@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Sequence
 from functools import partial
 
 from flashinfer_backend.core.output import say
@@ -44,10 +45,12 @@ class Watchdog:
         port: int,
         policy: Policy,
         door: OpenAiDoor,
+        ensembles: Sequence[str],
     ) -> None:
         """args: tritonserver and its arguments, listening at `address` with its HTTP port `port`. door: the
-        OpenAI API on the same engine, which goes on whatever becomes of tritonserver."""
-        self._args, self._policy, self._door = args, policy, door
+        OpenAI API on the same engines, which goes on whatever becomes of tritonserver. ensembles: those that
+        clients ask, to be named once the server is ready."""
+        self._args, self._policy, self._door, self._ensembles = args, policy, door, ensembles
         self._env = {**env, SERVE_PID: str(os.getpid())}
         self._address, self._port = address, port
         self._url = reachable_at(address, port)
@@ -113,7 +116,7 @@ class Watchdog:
                 if self._was_ready:
                     _say("ready again")
                 else:
-                    _announce(self._url, self._door.url)
+                    _announce(self._url, self._door.url, self._ensembles)
                 self._was_ready = True
             server.wait(TICK_S)
         return ""
@@ -147,14 +150,12 @@ def _say(text: str) -> None:
     say(f"serve: {text}")
 
 
-def _announce(url: str, openai_url: str) -> None:
+def _announce(url: str, openai_url: str, ensembles: Sequence[str]) -> None:
     """openai_url: empty without the OpenAI API."""
     body = json.dumps({"text_input": "Once upon a time", "max_tokens": 32, "stream": True})
     openai = (
         f"The OpenAI API is at {openai_url}/v1, a page to try it at {openai_url}/\n" if openai_url else ""
     )
-    say(
-        f"\nReady. Try:\n\n  curl -N {url}/v2/models/ensemble/generate_stream -d '{body}'\n\n{openai}"
-        "Ctrl-C stops the server.\n",
-        1,
-    )
+    tries = [f"  curl -N {url}/v2/models/{name}/generate_stream -d '{body}'\n" for name in ensembles]
+    ready = "\n".join(["Ready. Try:\n", *tries]) if tries else f"Ready: {url}\n"
+    say(f"\n{ready}\n{openai}Ctrl-C stops the server.\n", 1)

@@ -15,7 +15,7 @@ from flashinfer_backend.core.arguments import count, port_number, whole_seconds
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import BUNDLED, run_dir
 from flashinfer_backend.openai.arguments import API_ARGUMENTS
-from flashinfer_backend.openai.options import llm_parameters, worker_count, worker_options
+from flashinfer_backend.openai.options import built_name, llm_parameters, worker_count, worker_options
 from flashinfer_backend.openai.parent import Parent
 from flashinfer_backend.openai.worker import check_packages, room_for_connections
 from flashinfer_backend.transport.addresses import STALLED_S, AddressError, check_ports, resolve
@@ -79,13 +79,14 @@ def main(argv: list[str] | None = None) -> int:
         address = resolve(options.host)
         check_ports(address, {"OpenAI port": options.port})
         room_for_connections(options.max_connections)  # the processes inherit the limit
-        config, folder = _engine(options)
+        name, config = _engine(options)
         owner = os.getpid()
+        folder = run_dir(owner, "openai")
         parent = Parent(
-            worker_options(options, config, folder, owner, options.drain_seconds),
+            worker_options(options, [(name, config, folder)], owner, options.drain_seconds),
             address,
             options.port,
-            worker_count(options, config),
+            worker_count(options, [config]),
             options.stalled_client_seconds,
             options.restarts,
             Keeper(folder, owner, config, stays=True),
@@ -98,15 +99,18 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
 
-def _engine(options: Any) -> tuple[EngineConfig, Path]:
-    """The settings and the run directory of the engine to start."""
+def _engine(options: Any) -> tuple[str, EngineConfig]:
+    """The name of the model to start, empty without one, and its engine's settings."""
     if (options.model is None) == (options.llm_config is None):
         raise ValueError("give one of --model DIR and --llm-config FILE")
-    parameters = llm_parameters(options.llm_config)[1] if options.llm_config else {"model_dir": options.model}
+    name, parameters = "", {"model_dir": options.model}
+    if options.llm_config:
+        llm_name, parameters = llm_parameters(options.llm_config)
+        name = built_name(options.llm_config, llm_name)
     config = EngineConfig.from_parameters(
         parameters | engine_parameters(options.set, {"model_dir": "--model"})
     )
-    return config, run_dir(os.getpid(), "openai")
+    return name, config
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -11,25 +11,53 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import PlainTextResponse, Response
 
 from flashinfer_backend.models.adapters import AdapterError
-from flashinfer_backend.openai.door import Door
+from flashinfer_backend.openai.door import Door, able_door
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.requests import decode
 
 
 class LoadRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """load_inplace: whether an adapter that was loaded under the name is replaced."""
+    """load_inplace: whether an adapter that was loaded under the name is replaced. model: which one's adapter
+    it is, where several take some."""
 
     lora_name: str
     lora_path: str
     load_inplace: bool = False
+    model: str = ""
 
 
 class UnloadRequest(msgspec.Struct, forbid_unknown_fields=True):
     lora_name: str
 
 
+def door_of_load(doors: Sequence[Door], body: bytes) -> Door:
+    """The door to the model whose adapter is loaded. Raises ApiError."""
+    request = decode(LoadRequest, body)
+    door = able_door(doors, request.model, lambda door: door.adapters is not None)
+    if door.adapters is None:
+        raise ApiError(
+            f"the model {door.name} was built without max_loras and takes no adapters", param="model"
+        )
+    for other in doors:
+        if other is not door and other.has(request.lora_name):
+            raise ApiError(
+                f"`{request.lora_name}` is the model {other.name} or an adapter of it; take another name",
+                param="lora_name",
+            )
+    return door
+
+
+def door_of_unload(doors: Sequence[Door], body: bytes) -> Door:
+    """The door to the model that has the adapter, or to any that takes adapters. Raises ApiError."""
+    name = decode(UnloadRequest, body).lora_name
+    taking = [door for door in doors if door.adapters is not None]
+    return next((door for door in taking if door.adapter_folder(name) is not None), taking[0])
+
+
 def read_load(door: Door, body: bytes) -> LoadRequest:
-    return decode(LoadRequest, body)
+    request = decode(LoadRequest, body)
+    door.check_model(request.model)
+    return request
 
 
 def read_unload(door: Door, body: bytes) -> UnloadRequest:

@@ -63,7 +63,7 @@ def note_sent(door: Door, stream: Stream, chunk: Chunk) -> None:
     """Counts a chunk's ids as sent, and with the last chunk the sequence as ended."""
     stream.sent(chunk)
     if chunk.last:
-        door.metrics.ended(stream, chunk)
+        door.metrics.ended(door.name, stream, chunk)
 
 
 def finish_reason(code: int) -> str:
@@ -166,7 +166,7 @@ class GenerationResponse(Response):
             self.streams.cancel()
             for stream in self.streams.all:
                 if not stream.timing.counted:
-                    self.door.metrics.ended(stream, None)
+                    self.door.metrics.ended(self.door.name, stream, None)
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -27,6 +27,8 @@ from flashinfer_backend import __version__
 from flashinfer_backend.openai.adapters import (
     LoadRequest,
     UnloadRequest,
+    door_of_load,
+    door_of_unload,
     load_adapter,
     read_load,
     read_unload,
@@ -36,7 +38,7 @@ from flashinfer_backend.openai.anthropic import count_tokens, message, read_coun
 from flashinfer_backend.openai.chat import chat, read_chat
 from flashinfer_backend.openai.completions import completions, read_completion
 from flashinfer_backend.openai.description import description
-from flashinfer_backend.openai.door import Door
+from flashinfer_backend.openai.door import Door, asked_door
 from flashinfer_backend.openai.embeddings import (
     embeddings,
     read_embeddings,
@@ -48,9 +50,11 @@ from flashinfer_backend.openai.embeddings import (
 from flashinfer_backend.openai.encodings import decompressed, encoding_of
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.link import SHUTTING_DOWN, unavailable
+from flashinfer_backend.openai.metrics import Metrics, ModelState
 from flashinfer_backend.openai.profiling import (
     StartProfile,
     StopProfile,
+    door_of_profile,
     read_start,
     read_stop,
     start_profile,
@@ -68,6 +72,7 @@ from flashinfer_backend.openai.requests import (
     ResponsesRequest,
     ScoreRequest,
     TokenizeRequest,
+    model_of,
 )
 from flashinfer_backend.openai.responses import read_responses, responses, store_of
 from flashinfer_backend.openai.tokens import read_detokenize, read_tokenize, shown_text, tokenize
@@ -90,9 +95,10 @@ class Access:
     origins: Sequence[str] = ()
 
 
-def make_app(door: Door, access: Access) -> ASGIApp:
-    """The ASGI application of one process."""
+def make_app(doors: Sequence[Door], access: Access) -> ASGIApp:
+    """The ASGI application of one process. doors: to each model."""
     app = FastAPI(openapi_url=None)
+    shared = doors[0].metrics
     bodies = Bodies(access.max_body_bytes)
     posts: dict[str, type[msgspec.Struct]] = {}
 
@@ -103,18 +109,25 @@ def make_app(door: Door, access: Access) -> ASGIApp:
         handle: Callable[[Door, Any], Awaitable[Any]],
         *tasks: str,
         versions: Sequence[str] = ("/v1", ""),
+        choose: Callable[[Sequence[Door], bytes], Door] = _door_of_model,
     ) -> None:
         """kind: of the body. read: does all the work that grows with it, but for tokenizing. tasks: of the
-        models that serve the path; none: all do."""
+        models that serve the path; none: all do. choose: the door by the body."""
+
+        def read_asked(path: str, body: bytes) -> tuple[Door, Any]:
+            door = choose(doors, body)
+            if tasks:
+                door.check_task(path, tasks)
+            return door, read(door, body)
 
         async def endpoint(request: Request) -> Response:
-            if tasks:
-                door.check_task(request.url.path, tasks)
+            path = request.url.path
             async with bodies.arriving(request) as body:
                 if len(body) < LARGE_BODY:
-                    asked = read(door, body)
+                    door, asked = read_asked(path, body)
                 else:
-                    asked = await asyncio.get_running_loop().run_in_executor(bodies.readers, read, door, body)
+                    loop = asyncio.get_running_loop()
+                    door, asked = await loop.run_in_executor(bodies.readers, read_asked, path, body)
             answer = await handle(door, asked)
             return answer if isinstance(answer, Response) else _json(answer)
 
@@ -130,12 +143,13 @@ def make_app(door: Door, access: Access) -> ASGIApp:
     post("/embeddings", EmbeddingRequest, read_embeddings, embeddings, "embed")
     post("/rerank", RerankRequest, read_rerank, rerank, "score", versions=("/v1", "/v2", ""))
     post("/score", ScoreRequest, read_score, score, "score")
-    if door.adapters is not None and door.model.lora_root is not None:
-        post("/load_lora_adapter", LoadRequest, read_load, load_adapter)
-        post("/unload_lora_adapter", UnloadRequest, read_unload, unload_adapter)
-    if door.model.profiles:
-        post("/start_profile", StartProfile, read_start, start_profile, versions=("",))
-        post("/stop_profile", StopProfile, read_stop, stop_profile, versions=("",))
+    if any(door.adapters is not None and door.model.lora_root is not None for door in doors):
+        post("/load_lora_adapter", LoadRequest, read_load, load_adapter, choose=door_of_load)
+        post("/unload_lora_adapter", UnloadRequest, read_unload, unload_adapter, choose=door_of_unload)
+    if any(door.model.profiles for door in doors):
+        choose = door_of_profile
+        post("/start_profile", StartProfile, read_start, start_profile, versions=("",), choose=choose)
+        post("/stop_profile", StopProfile, read_stop, stop_profile, versions=("",), choose=choose)
     post("/tokenize", TokenizeRequest, read_tokenize, tokenize)
     post("/detokenize", DetokenizeRequest, read_detokenize, shown_text)
 
@@ -144,8 +158,8 @@ def make_app(door: Door, access: Access) -> ASGIApp:
         if request.method != "DELETE":
             if request.query_params.get("stream") == "true":
                 raise ApiError("stream is not supported for a kept response", param="stream")
-            return Response(store_of(door).response(name), media_type="application/json")
-        store_of(door).delete(name)
+            return Response(store_of(doors[0]).response(name), media_type="application/json")
+        store_of(doors[0]).delete(name)
         return _json({"id": name, "object": "response", "deleted": True})
 
     for prefix in ("/v1", ""):
@@ -153,14 +167,13 @@ def make_app(door: Door, access: Access) -> ASGIApp:
         app.add_api_route(path, response, methods=[*READING, "DELETE"], response_model=None)
 
     async def models(request: Request) -> Response:
-        adapters = [] if door.adapters is None else door.adapters.folders
-        return _json(
-            {"object": "list", "data": [_model(door, name) for name in (*door.model.names, *adapters)]}
-        )
+        data = [_model(door, name) for door in doors for name in door.all_names]
+        return _json({"object": "list", "data": data})
 
     async def model(request: Request) -> Response:
         if not (name := request.path_params["name"]):
             return await models(request)
+        door = asked_door(doors, name)
         return _json(_model(door, door.check_model(name)))
 
     for prefix in ("/v1", ""):
@@ -179,7 +192,7 @@ def make_app(door: Door, access: Access) -> ASGIApp:
 
     @app.api_route("/health", methods=READING)
     async def health() -> Response:
-        return Response(status_code=200 if door.ready else 503)
+        return Response(status_code=200 if all(door.ready for door in doors) else 503)
 
     @app.api_route("/version", methods=READING)
     async def version() -> Response:
@@ -187,9 +200,16 @@ def make_app(door: Door, access: Access) -> ASGIApp:
 
     @app.api_route("/metrics", methods=READING)
     async def metrics() -> Response:
-        adapters = None if door.adapters is None else door.adapters.folders
-        text = door.metrics.text(door.link.engines.statuses, adapters, door.model.max_loras)
-        return Response(text, headers={"content-type": METRICS_TYPE})
+        states = [
+            ModelState(
+                door.name,
+                door.link.engines.statuses,
+                None if door.adapters is None else door.adapters.folders,
+                door.model.max_loras,
+            )
+            for door in doors
+        ]
+        return Response(shared.text(states), headers={"content-type": METRICS_TYPE})
 
     @app.api_route("/", methods=READING)
     async def page() -> Response:
@@ -197,7 +217,7 @@ def make_app(door: Door, access: Access) -> ASGIApp:
 
     async def api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        door.metrics.error(error.status)
+        shared.error(error.status)
         return error.response(request.scope)
 
     async def http_error(request: Request, error: Exception) -> Response:
@@ -207,7 +227,7 @@ def make_app(door: Door, access: Access) -> ASGIApp:
             404: f"there is no {request.url.path}",
             405: f"{request.url.path} takes {headers.get('Allow')}, not {request.method}",
         }
-        door.metrics.error(error.status_code)
+        shared.error(error.status_code)
         wrong = ApiError(words.get(error.status_code, str(error.detail)), error.status_code)
         answer = wrong.response(request.scope)
         answer.headers.update(headers)
@@ -218,7 +238,7 @@ def make_app(door: Door, access: Access) -> ASGIApp:
 
     async def unexpected(request: Request, error: Exception) -> Response:
         traceback.print_exception(error, file=sys.stderr)
-        door.metrics.error(500)
+        shared.error(500)
         wrong = ApiError("internal error; the server's log has the rest of it", 500)
         return wrong.response(request.scope)
 
@@ -226,7 +246,7 @@ def make_app(door: Door, access: Access) -> ASGIApp:
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(ClientDisconnect, left)
     app.add_exception_handler(Exception, unexpected)
-    guarded: ASGIApp = Ending(Guard(app, door, access.keys), door)
+    guarded: ASGIApp = Ending(Guard(app, shared, access.keys), shared)
     if access.origins:  # in front of the guard: browsers ask without a key whether they may
         guarded = CORSMiddleware(
             guarded,
@@ -243,8 +263,8 @@ class Ending:
     would log a traceback for each and send a 500 without words.
     """
 
-    def __init__(self, app: ASGIApp, door: Door) -> None:
-        self._app, self._door = app, door
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun = False
@@ -258,22 +278,22 @@ class Ending:
             await self._app(scope, receive, noted)
         except asyncio.CancelledError:
             if not begun:
-                self._door.metrics.error(503)
+                self._metrics.error(503)
                 await unavailable(SHUTTING_DOWN).response(scope)(scope, receive, send)
 
 
 class Guard:
     """Lets only those in who have a key."""
 
-    def __init__(self, app: ASGIApp, door: Door, keys: Sequence[str]) -> None:
-        self._app, self._door = app, door
+    def __init__(self, app: ASGIApp, metrics: Metrics, keys: Sequence[str]) -> None:
+        self._app, self._metrics = app, metrics
         self._keys = [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not self._keys or scope["path"] in OPEN_PATHS or self._known(scope):
             await self._app(scope, receive, send)
             return
-        self._door.metrics.error(401)
+        self._metrics.error(401)
         error = ApiError(
             "Incorrect API key provided; send one that this server knows as `Authorization: Bearer KEY`"
             " or `x-api-key: KEY`",
@@ -343,13 +363,18 @@ def _too_large(most: int) -> ApiError:
     return ApiError(f"the request's body is larger than {most} bytes, the most this server takes", 413)
 
 
+def _door_of_model(doors: Sequence[Door], body: bytes) -> Door:
+    """The door to the model that a body names. Raises ApiError."""
+    return doors[0] if len(doors) == 1 else asked_door(doors, model_of(body))
+
+
 def _json(content: Any) -> Response:
     return Response(msgspec.json.encode(content), media_type="application/json")
 
 
 def _model(door: Door, name: str) -> dict[str, Any]:
     status, adapter = door.link.engines.status, door.adapter_folder(name)
-    of_adapter = {} if adapter is None else {"root": adapter, "parent": door.model.names[0]}
+    of_adapter = {} if adapter is None else {"root": adapter, "parent": door.name}
     return {
         "id": name,
         "object": "model",

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all requests to one process share: tokenizer, template, limits, the link to the engine."""
+"""What all requests to one process for one model share: tokenizer, template, limits, the engines' link."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -55,15 +55,15 @@ class Model:
 
 
 class Door:
-    """Of one process."""
+    """Of one process to one model. `asked_door` chooses among several."""
 
     def __init__(
-        self, model: Model, metrics: Metrics, adapters: AdapterNames | None = None, store_bytes: int = 0
+        self, model: Model, metrics: Metrics, adapters: AdapterNames | None = None, store: Store | None = None
     ) -> None:
-        """adapters: None where the engine has no room for any. store_bytes: for responses that are kept; 0:
-        none. Raises ValueError or OSError for a checkpoint that cannot be read."""
-        self.model, self.metrics, self.adapters = model, metrics, adapters
-        self.store = Store(store_bytes) if store_bytes else None
+        """adapters: None where the engine has no room for any. store: None where no responses are kept.
+        The doors of a process share metrics and store. Raises ValueError or OSError for a checkpoint that
+        cannot be read."""
+        self.model, self.metrics, self.adapters, self.store = model, metrics, adapters, store
         self.link: EngineLink  # set once the event loop runs
         self.tokenizer = TextTokenizer(model.tokenizer_folder)
         self.pooling = read_pooling(model.folder, model.tokenizer_folder, model.task)
@@ -84,6 +84,20 @@ class Door:
         return self._decoders[skip_special_tokens]
 
     @property
+    def name(self) -> str:
+        """The model's first one."""
+        return self.model.names[0]
+
+    @property
+    def all_names(self) -> list[str]:
+        """Under which requests may ask for the model or for one of its adapters."""
+        return [*self.model.names, *(self.adapters.folders if self.adapters is not None else ())]
+
+    def has(self, name: str) -> bool:
+        """Whether the model, or an adapter of it, has this name."""
+        return name in self.model.names or self.adapter_folder(name) is not None
+
+    @property
     def ready(self) -> bool:
         """Whether there is an engine that is ready."""
         return self.link.engines.up
@@ -98,15 +112,9 @@ class Door:
 
     def check_model(self, name: str) -> str:
         """The model's name as a request has it. Raises ApiError for another model."""
-        if name and name not in self.model.names and self.adapter_folder(name) is None:
-            names = [*self.model.names, *(self.adapters.folders if self.adapters is not None else ())]
-            raise ApiError(
-                f"The model `{name}` does not exist; this server has {some(names)}",
-                404,
-                "model",
-                "model_not_found",
-            )
-        return name or self.model.names[0]
+        if name and not self.has(name):
+            raise _no_model(name, self.all_names)
+        return name or self.name
 
     def check_task(self, path: str, tasks: Sequence[str]) -> None:
         """Raises ApiError where the model is for another task than a path's."""
@@ -118,7 +126,7 @@ class Door:
             says = f"writes text, and {path} needs {needs} (docs/embeddings.md)"
         else:
             says = f"is {pooling.what}"
-        raise ApiError(f"The model `{self.model.names[0]}` {says}", 404, "model")
+        raise ApiError(f"The model `{self.name}` {says}", 404, "model")
 
     def adapter(self, name: str) -> tuple[str, str]:
         """Folder and name of the adapter that a request names as its model, for its SamplingParams."""
@@ -206,11 +214,35 @@ class Door:
         """The text of a chat's prompt, by the checkpoint's template. Raises ApiError."""
         if self.template is None:
             raise ApiError(
-                f"the model {self.model.names[0]} has no chat template (chat_template.jinja, or chat_template"
+                f"the model {self.name} has no chat template (chat_template.jinja, or chat_template"
                 " in tokenizer_config.json); send its prompt to /v1/completions",
                 param=options.get("field", "messages"),
             )
         return self.template.render(messages, **options)
+
+
+def asked_door(doors: Sequence[Door], name: str) -> Door:
+    """The door to the model that a request names. A server's only model need not be named, and its door
+    refuses other names. Raises ApiError."""
+    if len(doors) == 1:
+        return doors[0]
+    for door in doors:
+        if door.has(name):
+            return door
+    raise _no_model(name, [each for door in doors for each in door.all_names])
+
+
+def able_door(doors: Sequence[Door], name: str, able: Callable[[Door], bool]) -> Door:
+    """The same where few models may be able to do what is asked: one alone need not be named."""
+    found = [door for door in doors if able(door)]
+    return found[0] if len(found) == 1 and not name else asked_door(doors, name)
+
+
+def _no_model(name: str, names: Sequence[str]) -> ApiError:
+    if not name:
+        return ApiError(f"model is missing; this server has {some(names)}", param="model")
+    wrong = f"The model `{name}` does not exist; this server has {some(names)}"
+    return ApiError(wrong, 404, "model", "model_not_found")
 
 
 def generation_request(

@@ -35,24 +35,29 @@ class ClientLeft(Exception):
     """The client has closed its connection."""
 
 
-class EngineLink:
-    """One process's link to the engines. All but `schedule` is for the event loop's thread."""
+class LogitsRoom:
+    """What one process has for logits of prompts, of all models: memory, and threads that reduce them."""
 
     def __init__(
         self,
-        engines: Engines,
-        loop: asyncio.AbstractEventLoop,
-        logits_room: int = LOGITS_ROOM,
-        on_logits: Callable[[int, int], None] = lambda held, waiting: None,
+        size: int = LOGITS_ROOM,
+        changed: Callable[[int, int], None] = lambda held, waiting: None,
     ) -> None:
-        """logits_room: bytes that logits of prompts may take at the same time, or one prompt's where that is
-        more. on_logits: Gate's changed, of these bytes."""
-        self.engines = engines
-        self.loop = loop
-        self.gate = Gate(logits_room, on_logits, MOST_WAITING)
+        """size: bytes that they may take at the same time, or one prompt's where that is more. changed: of
+        Gate."""
+        self.gate = Gate(size, changed, MOST_WAITING)
         # A thread reduces some 2000 tokens of 128 256 logits a second; the loop and the link also need cores.
         threads = max(1, min(MOST_REDUCERS, len(os.sched_getaffinity(0)) // 4))
         self.reducer = ThreadPoolExecutor(threads, "prompt logits")
+
+
+class EngineLink:
+    """One process's link to a model's engines. All but `schedule` is for the event loop's thread."""
+
+    def __init__(self, engines: Engines, loop: asyncio.AbstractEventLoop, room: LogitsRoom) -> None:
+        self.engines = engines
+        self.loop = loop
+        self.room = room
         self._due: deque[Stream] = deque()
         self._woken = False
 
@@ -158,7 +163,7 @@ class PromptLogits:
         is wrong later comes as the sequences' failure."""
         if not self._link.engines.up:
             raise EngineDown(endpoint.ENGINE_DOWN)
-        if not self._link.gate.enter(self._place):
+        if not self._link.room.gate.enter(self._place):
             self._fail(
                 f"{protocol.QUEUE_FULL} of {MOST_WAITING} prompts that wait for room for their log"
                 " probabilities has been reached, please try again later",
@@ -174,7 +179,7 @@ class PromptLogits:
         if self._timer is not None:
             self._timer.cancel()
         if self._place.waiting:
-            self._link.gate.leave(self._place)
+            self._link.room.gate.leave(self._place)
 
     def take(self, data: memoryview | None) -> None:
         """They have arrived, or (None) will not. For the link's thread."""
@@ -183,7 +188,7 @@ class PromptLogits:
             self.reduced.set_result(None)
             self._leave()
         else:
-            self._link.reducer.submit(self._work, [data])
+            self._link.room.reducer.submit(self._work, [data])
 
     def _work(self, data: list[memoryview]) -> None:
         try:
@@ -198,7 +203,7 @@ class PromptLogits:
     def _leave(self) -> None:
         if self._group[0].handle:
             self._link.engines.freed(self._group[0].handle)
-        self._link.loop.call_soon_threadsafe(self._link.gate.leave, self._place)
+        self._link.loop.call_soon_threadsafe(self._link.room.gate.leave, self._place)
 
     def _start(self) -> None:
         timeout_us = self._row.timeout_us
@@ -211,7 +216,7 @@ class PromptLogits:
             self._fail(str(error), False)
 
     def _too_late(self) -> None:
-        self._link.gate.leave(self._place)
+        self._link.room.gate.leave(self._place)
         waited_s = self._row.timeout_us / 1e6
         self._fail(
             f"{protocol.QUEUE_TIMEOUT}: it waited for {waited_s:.3g} s for room for its prompt's log"

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from flashinfer_backend.transport import protocol
 from flashinfer_backend.transport.doors import DoorState, read_doors
 
 PREFIX = "flashinfer_backend_openai_"
+MODEL_NAME = "model_name"  # the label of series that are one of several models'
 HISTOGRAMS = {
     "prompt_tokens": ("Tokens of the prompt", LENGTHS),
     "completion_tokens": ("Tokens of the completion", LENGTHS),
@@ -45,23 +47,47 @@ ENGINE = {
 }
 
 
+@dataclass(frozen=True)
+class ModelState:
+    """What a model's engines and adapters are at the moment. statuses: each engine's latest report. adapters:
+    names with their folders; None where the model has none. room: how many one step can have."""
+
+    name: str
+    statuses: Sequence[protocol.Status | None]
+    adapters: Mapping[str, str] | None = None
+    room: int = 0
+
+
 class Metrics:
     """Of one process. The processes of a door share a folder, and each can show the sum."""
 
-    def __init__(self, folder: Path, doors: Path) -> None:
+    def __init__(self, folder: Path, doors: Path, models: Sequence[str]) -> None:
         """folder: for the files of all processes; PROMETHEUS_MULTIPROC_DIR has to name it already. doors: of
-        read_doors."""
+        read_doors. models: names; of several, each is a label of the series that are a model's."""
         self._doors = doors
+        self._label = [MODEL_NAME] if len(models) > 1 else []
         assert os.environ["PROMETHEUS_MULTIPROC_DIR"] == str(folder), "the library reads it when imported"
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
         own = CollectorRegistry()
-        self._histograms = {
-            name: Histogram(PREFIX + name, text, buckets=[float(b) for b in buckets], registry=own)
+        histograms = {
+            name: Histogram(
+                PREFIX + name, text, self._label, buckets=[float(b) for b in buckets], registry=own
+            )
             for name, (text, buckets) in HISTOGRAMS.items()
         }
+        self._observe: dict[str, dict[str, Callable[[float], None]]] = {
+            model: {
+                name: (histogram.labels(model) if self._label else histogram).observe
+                for name, histogram in histograms.items()
+            }
+            for model in models
+        }
         self._finished = Counter(
-            PREFIX + "sequences_finished", "Sequences by how they ended", ["finish_reason"], registry=own
+            PREFIX + "sequences_finished",
+            "Sequences by how they ended",
+            [*self._label, "finish_reason"],
+            registry=own,
         )
         # Of processes that live. The parent removes the files of those that do not.
         self._gauges = {
@@ -71,17 +97,18 @@ class Metrics:
         self._peak = 0
         self._refused = Counter(PREFIX + "errors", "Answers that are errors", ["status"], registry=own)
 
-    def ended(self, stream: Generation, chunk: Chunk | None) -> None:
-        """Notes a sequence's end, once: with its last chunk, or None where it had none."""
+    def ended(self, model: str, stream: Generation, chunk: Chunk | None) -> None:
+        """Notes the end of a sequence of a model, once: with its last chunk, or None where it had none."""
         timing = stream.timing
         if timing.counted:
             return
         timing.counted = True
-        self._finished.labels(FINISH_REASONS[chunk.code] if chunk else "aborted").inc()
+        label = [model] if self._label else []
+        self._finished.labels(*label, FINISH_REASONS[chunk.code] if chunk else "aborted").inc()
         if chunk is None:
             return
         now = time.monotonic()
-        observe = {name: histogram.observe for name, histogram in self._histograms.items()}
+        observe = self._observe[model]
         observe["prompt_tokens"](len(stream.row.prompt))
         observe["completion_tokens"](timing.sent)
         observe["e2e_latency_seconds"](now - timing.started)
@@ -102,21 +129,17 @@ class Metrics:
         """Notes an answer that is an error."""
         self._refused.labels(str(status)).inc()
 
-    def text(
-        self, statuses: list[protocol.Status | None], adapters: Mapping[str, str] | None, room: int
-    ) -> bytes:
-        """Prometheus's text format, summed over the door's processes, with each engine's latest report.
-        adapters: names with their folders; None where the model has none. room: how many one step can
-        have."""
+    def text(self, models: Sequence[ModelState]) -> bytes:
+        """Prometheus's text format, summed over the door's processes, with the state of every model."""
         from prometheus_client import CollectorRegistry, generate_latest
         from prometheus_client.multiprocess import MultiProcessCollector
 
         every = CollectorRegistry()
         MultiProcessCollector(every)
-        every.register(_EngineState(statuses))
-        every.register(_RouterState(statuses))
-        if adapters is not None:
-            every.register(_AdapterState(statuses, adapters, room))
+        every.register(_EngineState(models))
+        every.register(_RouterState(models))
+        if any(model.adapters is not None for model in models):
+            every.register(_AdapterState(models))
         every.register(_DoorState(read_doors(self._doors)))
         return bytes(generate_latest(every))
 
@@ -148,10 +171,10 @@ _ROUTERS: dict[str, tuple[str, str, dict[str, Callable[[protocol.Status], float]
 
 
 class _RouterState:
-    """A collector of the engines' sums, one series of each."""
+    """A collector of the sums over all models' engines, one series of each."""
 
-    def __init__(self, statuses: list[protocol.Status | None]) -> None:
-        self._statuses = [status for status in statuses if status is not None]
+    def __init__(self, models: Sequence[ModelState]) -> None:
+        self._statuses = [status for model in models for status in model.statuses if status is not None]
 
     def collect(self) -> Iterator[Any]:
         from prometheus_client.core import GaugeMetricFamily
@@ -168,55 +191,59 @@ class _RouterState:
 
 
 class _EngineState:
-    """A collector of the engines' reports; with several of them their number is a label."""
+    """A collector of the engines' reports; with several models each one's name is a label, with several
+    engines of a model their number."""
 
-    def __init__(self, statuses: list[protocol.Status | None]) -> None:
-        self._statuses = statuses
+    def __init__(self, models: Sequence[ModelState]) -> None:
+        self._models = models
 
     def collect(self) -> Iterator[Any]:
         from prometheus_client.core import GaugeMetricFamily
 
-        labels = ["engine"] if len(self._statuses) > 1 else []
+        named, numbered = len(self._models) > 1, any(len(model.statuses) > 1 for model in self._models)
+        labels = [MODEL_NAME] * named + ["engine"] * numbered
+        engines = [
+            ([model.name] * named + [str(number)] * numbered, status)
+            for model in self._models
+            for number, status in enumerate(model.statuses)
+        ]
 
-        def family(name: str, text: str, values: list[float | None]) -> Any:
+        def family(name: str, text: str, values: list[tuple[list[str], float]]) -> Any:
             made = GaugeMetricFamily(f"{PREFIX}engine_{name}", text, labels=labels)
-            for number, value in enumerate(values):
-                if value is not None:
-                    made.add_metric([str(number)] * len(labels), value)
+            for of, value in values:
+                made.add_metric(of, value)
             return made
 
-        yield family("up", "Whether there is an engine", [float(s is not None) for s in self._statuses])
-        if any(self._statuses):
-            for name, text in ENGINE.items():
-                values = [None if s is None else float(getattr(s, name)) for s in self._statuses]
-                yield family(name, text, values)
+        up = [(of, float(status is not None)) for of, status in engines]
+        yield family("up", "Whether there is an engine", up)
+        told = [(of, status) for of, status in engines if status is not None]
+        for name, text in ENGINE.items() if told else ():
+            yield family(name, text, [(of, float(getattr(status, name))) for of, status in told])
 
 
 class _AdapterState:
     """A collector of which adapters run, as vLLM names it and request routers read it: the value is the time
-    of the report, and the labels are names with commas between."""
+    of the report, and the labels are names with commas between. One series for all models."""
 
-    def __init__(
-        self, statuses: list[protocol.Status | None], adapters: Mapping[str, str], room: int
-    ) -> None:
-        self._statuses, self._room = statuses, room
-        self._names: dict[str, list[str]] = {}
-        for name, folder in adapters.items():
-            self._names.setdefault(folder, []).append(name)
+    def __init__(self, models: Sequence[ModelState]) -> None:
+        self._models = models
 
     def collect(self) -> Iterator[Any]:
         from prometheus_client.core import GaugeMetricFamily
 
         labels = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
         made = GaugeMetricFamily("vllm:lora_requests_info", "Adapters of running requests", labels=labels)
-        told = [status for status in self._statuses if status is not None]
-        running = self._named(folder for status in told for folder in status.adapters_running)
-        waiting = self._named(folder for status in told for folder in status.adapters_waiting)
-        made.add_metric([str(self._room), running, waiting], time.time())
+        running, waiting = set[str](), set[str]()
+        for model in self._models:
+            told = [status for status in model.statuses if status is not None]
+            for name, folder in (model.adapters or {}).items():
+                if any(folder in status.adapters_running for status in told):
+                    running.add(name)
+                if any(folder in status.adapters_waiting for status in told):
+                    waiting.add(name)
+        room = sum(model.room for model in self._models)
+        made.add_metric([str(room), ",".join(sorted(running)), ",".join(sorted(waiting))], time.time())
         yield made
-
-    def _named(self, folders: Iterable[str]) -> str:
-        return ",".join(sorted({name for folder in folders for name in self._names.get(folder, ())}))
 
 
 class _DoorState:

@@ -5,18 +5,19 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from flashinfer_backend.config_tools.knobs import LLM
-from flashinfer_backend.config_tools.model_config import read_parameters
+from flashinfer_backend.config_tools.model_config import ENSEMBLE, ensemble_of, read_parameters
 from flashinfer_backend.config_tools.settings import check_parameters
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import BUNDLED, processes_dir, resolve_model_dir
 from flashinfer_backend.core.processes import usable_cores
 from flashinfer_backend.openai.arguments import AUTO, KEYS_VARIABLE
 from flashinfer_backend.openai.parent import metrics_dir
-from flashinfer_backend.openai.worker import WorkerOptions
+from flashinfer_backend.openai.worker import ServedModel, WorkerOptions
 
 # An engine of 8B on an H200 makes some 25 000 tokens/s. Four processes carry them with a quarter of a core
 # each, so that a request's first token waits for few others.
@@ -31,24 +32,41 @@ def llm_parameters(file: Path) -> tuple[str, dict[str, str]]:
     return name, parameters
 
 
-def worker_count(options: Any, config: EngineConfig) -> int:
+def built_name(file: Path, llm_name: str) -> str:
+    """The name that build.py was given for the model of a repository's llm model, that of its ensemble; empty
+    where it was given none. file: the llm model's config.pbtxt."""
+    name = ensemble_of(file.absolute().parents[1], llm_name)
+    return "" if name == ENSEMBLE else name
+
+
+def worker_count(options: Any, configs: Sequence[EngineConfig]) -> int:
     """How many processes the API has: as many as asked for, else as its engines and cores can use. An engine
     on the CPU needs the cores itself."""
     if options.workers is not None:
         return int(options.workers)
-    if options.store_mib or config.device == "cpu":
+    if options.store_mib or any(config.device == "cpu" for config in configs):
         return 1
-    return max(1, min(WORKERS_PER_ENGINE * config.replicas, usable_cores() // CORES_PER_WORKER))
+    engines = sum(config.replicas for config in configs)
+    return max(1, min(WORKERS_PER_ENGINE * engines, usable_cores() // CORES_PER_WORKER))
 
 
 def worker_options(
-    options: Any, config: EngineConfig, folder: Path, server: int, drain_s: int
+    options: Any, models: Sequence[tuple[str, EngineConfig, Path]], server: int, drain_s: int
 ) -> WorkerOptions:
-    """options: the parsed API_ARGUMENTS. folder, server: the engine's run directory, and the process that it
-    is named by. Takes the keys out of this process's environment, so that no process that it starts has them.
-    Raises ValueError or OSError."""
-    checkpoint = resolve_model_dir(config.model_dir)
-    name = BUNDLED if config.model_dir == BUNDLED else checkpoint.resolve().name
+    """options: the parsed API_ARGUMENTS. models: name, settings and run directory of each; an empty name is
+    that of its checkpoint. server: the process that the run directories are named by. Takes the keys out of
+    this process's environment, so that no process that it starts has them. Raises ValueError or OSError."""
+    served = [
+        ServedModel(options.served_model_name or [name or _checkpoint_name(config)], config, str(folder))
+        for name, config, folder in models
+    ]
+    if len(served) > 1:
+        has = "the repository has several models, " + ", ".join(model.names[0] for model in served)
+        if options.served_model_name:
+            raise ValueError(f"--served-model-name: {has}, and each has the name that build.py was given")
+        if options.chat_template is not None:
+            raise ValueError(f"--chat-template: {has}; put chat_template.jinja into a checkpoint's folder")
+    _check_names(served)
     if options.chat_template is not None and not options.chat_template.is_file():
         raise ValueError(f"--chat-template {options.chat_template}: there is no such file")
     formats = options.tool_format, options.reasoning_format
@@ -63,14 +81,12 @@ def worker_options(
             " process that made it, and the next request can come to another one; use one process"
         )
     return WorkerOptions(
-        engine=config,
-        run_dir=str(folder),
-        names=options.served_model_name or [name],
+        models=served,
         template_file=str(options.chat_template.absolute()) if options.chat_template else None,
         created=int(time.time()),
         tool_format=options.tool_format,
         reasoning_format=options.reasoning_format,
-        lora_root=_lora_root(options.lora_root, config),
+        lora_root=_lora_root(options.lora_root, served),
         allowed_origins=options.allowed_origins or [],
         ignore_effort=options.ignore_effort,
         openai_defaults=options.default_sampling == "openai",
@@ -87,11 +103,28 @@ def worker_options(
     )
 
 
-def _lora_root(root: Path | None, config: EngineConfig) -> str | None:
+def _checkpoint_name(config: EngineConfig) -> str:
+    folder = resolve_model_dir(config.model_dir)
+    return BUNDLED if config.model_dir == BUNDLED else folder.resolve().name
+
+
+def _check_names(served: Sequence[ServedModel]) -> None:
+    """Raises ValueError where a request's `model` could mean two models or adapters."""
+    adapters = [model.engine.lora_modules for model in served]
+    names = [name for model in served for name in model.names]
+    names += [name for modules in adapters if modules != "none" for name in modules]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(
+            f"two models or adapters (lora_modules) are called {twice[0]}, and requests to the OpenAI API"
+            " name one; give each a different name"
+        )
+
+
+def _lora_root(root: Path | None, served: Sequence[ServedModel]) -> str | None:
     """Raises ValueError."""
     if root is None:
         return None
-    if not config.max_loras:
+    if not any(model.engine.max_loras for model in served):
         raise ValueError("--lora-root needs a model that was built with max_loras")
     if not root.is_dir():
         raise ValueError(f"--lora-root {root}: there is no such folder")

@@ -94,7 +94,7 @@ class Parent:
             return 1 if self._failed else 0
         finally:
             if self._keeper is not None:
-                end_engines([Path(self._options.run_dir)])
+                end_engines([Path(model.run_dir) for model in self._options.models])
             self._stand_in.close()
             for listener in self._listeners.values():
                 listener.close()
@@ -262,6 +262,8 @@ class Parent:
     def _announce(self) -> None:
         url = reachable_at(self._address, self._port)
         several = f", {self._workers} processes" if self._workers > 1 else ""
+        if len(self._options.models) > 1:
+            several += f", models {', '.join(model.names[0] for model in self._options.models)}"
         say(f"\nOpenAI API ready: {url}/v1{several}, a page to try it: {url}/\n", 1)
 
 

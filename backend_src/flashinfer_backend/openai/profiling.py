@@ -4,16 +4,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from flashinfer_backend.core.bounds import MOST_TRACED_STEPS
-from flashinfer_backend.openai.door import Door
+from flashinfer_backend.openai.door import Door, able_door
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.link import unavailable
-from flashinfer_backend.openai.requests import decode
+from flashinfer_backend.openai.requests import decode, model_of
 from flashinfer_backend.transport.endpoint import EngineDown
 
 ANSWER_S = 60.0  # for the engines to answer, and for their files to be there
@@ -22,11 +23,22 @@ STEPS = 20  # unless a request says
 
 
 class StartProfile(msgspec.Struct, forbid_unknown_fields=True):
+    """model: whose engines are traced, where several can be."""
+
     steps: int = STEPS
+    model: str = ""
 
 
 class StopProfile(msgspec.Struct, forbid_unknown_fields=True):
-    """Nothing."""
+    model: str = ""
+
+
+def door_of_profile(doors: Sequence[Door], body: bytes) -> Door:
+    """The door to the model whose engines are traced. Raises ApiError."""
+    door = able_door(doors, model_of(body or b"{}"), lambda door: door.model.profiles)
+    if not door.model.profiles:
+        raise ApiError(f"the model {door.name} was built without profile_dir", 404, "model")
+    return door
 
 
 def read_start(door: Door, body: bytes) -> StartProfile:
@@ -34,11 +46,14 @@ def read_start(door: Door, body: bytes) -> StartProfile:
     request = decode(StartProfile, body or b"{}")
     if not 1 <= request.steps <= MOST_TRACED_STEPS:
         raise ApiError(f"steps is {request.steps}; it should be 1 to {MOST_TRACED_STEPS}", param="steps")
+    door.check_model(request.model)
     return request
 
 
 def read_stop(door: Door, body: bytes) -> StopProfile:
-    return decode(StopProfile, body or b"{}")
+    request = decode(StopProfile, body or b"{}")
+    door.check_model(request.model)
+    return request
 
 
 async def start_profile(door: Door, request: StartProfile) -> Any:

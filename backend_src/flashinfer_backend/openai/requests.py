@@ -8,7 +8,8 @@ do are here, so that the value that asks for nothing passes.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -16,7 +17,7 @@ from msgspec import Meta
 
 from flashinfer_backend.core.bounds import MOST_CHOICES, MOST_TOP_LOGPROBS, MOST_WORD, check
 from flashinfer_backend.core.values import INT32_MAX, shown
-from flashinfer_backend.openai.bounds import bounded, check_items
+from flashinfer_backend.openai.bounds import bounded, check_items, check_size
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.no_effect import check_no_effect
 
@@ -446,18 +447,39 @@ _WRONG = re.compile(r"(.*) - at `\$\.?(.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.+?)`")
 
 
+class _Named(msgspec.Struct):
+    """What a body says of its model, next to other fields."""
+
+    model: str = ""
+
+
+def model_of(body: bytes) -> str:
+    """The model that a body names; empty where it names none. Raises ApiError."""
+    with _worded():
+        name = msgspec.json.decode(body, type=_Named).model
+    check_size(_Named, "model", len(name.encode(errors="replace")))
+    return name
+
+
 def decode(kind: type[Body], body: bytes) -> Body:
     """A request's body, within its bounds. Raises ApiError that names the field which is wrong."""
-    try:
+    with _worded():
         decoded = msgspec.json.decode(bounded(kind, body), type=kind)
+    check_items(decoded)
+    return decoded
+
+
+@contextmanager
+def _worded() -> Iterator[None]:
+    """Has msgspec's errors as ApiError."""
+    try:
+        yield
     except msgspec.ValidationError as error:
         raise _error(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(f"the body is not valid JSON: {error}") from None
     except RecursionError:
         raise ApiError("the body's JSON is nested too deeply") from None
-    check_items(decoded)
-    return decoded
 
 
 def _error(text: str) -> ApiError:

@@ -36,17 +36,23 @@ RESERVED_FILES = (
 )
 
 
-class WorkerOptions(msgspec.Struct, kw_only=True):
-    """listener, notify: inherited file descriptors, which the parent fills in. The second, which does not
-    block, is told lines: + and this process's pid when the engine is there, . and its pid every BEAT_S while
-    the event loop turns. run_dir: the model's. doors: of read_doors. receive_s: of ConnectionLimits.
-    max_connections: of room_for_connections."""
+class ServedModel(msgspec.Struct):
+    """A model of a server. names: under which requests may ask for it. run_dir: of its engines."""
 
+    names: list[str]
     engine: EngineConfig
     run_dir: str
+
+
+class WorkerOptions(msgspec.Struct, kw_only=True):
+    """listener, notify: inherited file descriptors, which the parent fills in. The second, which does not
+    block, is told lines: + and this process's pid when each model has an engine, . and its pid every BEAT_S
+    while the event loop turns. doors: of read_doors. receive_s: of ConnectionLimits. max_connections: of
+    room_for_connections."""
+
+    models: list[ServedModel]
     listener: int = -1
     notify: int = -1
-    names: list[str]
     created: int  # seconds since the epoch
     template_file: str | None
     tool_format: str
@@ -112,45 +118,51 @@ async def _run(options: WorkerOptions) -> int:
     from flashinfer_backend.openai.app import Access, make_app
     from flashinfer_backend.openai.connection import ConnectionLimits, limited_config
     from flashinfer_backend.openai.door import Door, Model
-    from flashinfer_backend.openai.link import EngineLink
+    from flashinfer_backend.openai.link import EngineLink, LogitsRoom
     from flashinfer_backend.openai.metrics import Metrics
+    from flashinfer_backend.openai.store import Store
     from flashinfer_backend.serving.adapters import AdapterNames
     from flashinfer_backend.serving.engines import Engines
 
-    config = options.engine
-    folder = resolve_model_dir(config.model_dir)
-    model = Model(
-        folder=folder,
-        tokenizer_folder=resolve_model_dir(config.tokenizer_dir or config.model_dir),
-        names=tuple(options.names),
-        created=options.created,
-        guided_decoding=config.guided_decoding_backend != "none",
-        template_file=Path(options.template_file) if options.template_file else None,
-        tool_format=options.tool_format,
-        reasoning_format=options.reasoning_format,
-        openai_defaults=options.openai_defaults,
-        ignore_effort=options.ignore_effort,
-        max_prompt_bytes=options.max_prompt_bytes,
-        task=config.task,
-        engines=config.replicas,
-        profiles=config.profile_dir != "none",
-        max_loras=config.max_loras,
-        lora_root=Path(options.lora_root) if options.lora_root else None,
-    )
+    store = Store(options.store_bytes) if options.store_bytes else None
+
+    def make_door(served: ServedModel) -> Door:
+        config = served.engine
+        model = Model(
+            folder=resolve_model_dir(config.model_dir),
+            tokenizer_folder=resolve_model_dir(config.tokenizer_dir or config.model_dir),
+            names=tuple(served.names),
+            created=options.created,
+            guided_decoding=config.guided_decoding_backend != "none",
+            template_file=Path(options.template_file) if options.template_file else None,
+            tool_format=options.tool_format,
+            reasoning_format=options.reasoning_format,
+            openai_defaults=options.openai_defaults,
+            ignore_effort=options.ignore_effort,
+            max_prompt_bytes=options.max_prompt_bytes,
+            task=config.task,
+            engines=config.replicas,
+            profiles=config.profile_dir != "none",
+            max_loras=config.max_loras,
+            lora_root=Path(options.lora_root) if options.lora_root else None,
+        )
+        adapters = AdapterNames(config, Path(served.run_dir)) if config.max_loras else None
+        return Door(model, metrics, adapters, store)
+
     try:
-        adapters = AdapterNames(config, Path(options.run_dir)) if config.max_loras else None
-        metrics = Metrics(Path(options.metrics_dir), Path(options.doors))
-        door = Door(model, metrics, adapters, options.store_bytes)
+        names = [served.names[0] for served in options.models]
+        metrics = Metrics(Path(options.metrics_dir), Path(options.doors), names)
+        doors = [make_door(served) for served in options.models]
     except (OSError, ValueError) as error:
         print(f"openai: {error}", file=sys.stderr, flush=True)
         return NO_MODEL
-    app = make_app(door, Access(options.keys, options.max_body_bytes, options.allowed_origins))
+    app = make_app(doors, Access(options.keys, options.max_body_bytes, options.allowed_origins))
     limits = ConnectionLimits(options.receive_s, room_for_connections(options.max_connections))
     server = uvicorn.Server(
         limited_config(
             app,
             limits,
-            door.metrics.error,
+            metrics.error,
             ws="none",
             lifespan="off",
             log_level="warning",
@@ -167,15 +179,16 @@ async def _run(options: WorkerOptions) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
-    engines = Engines(
-        Path(options.run_dir),
-        config.replicas,
-        reuse=config.enable_kv_cache_reuse,
-        period_s=config.stats_check_period_ms / 1000,
-    )
-    door.link = EngineLink(
-        engines, asyncio.get_running_loop(), options.prompt_logits_bytes, door.metrics.prompt_logits
-    )
+    room = LogitsRoom(options.prompt_logits_bytes, metrics.prompt_logits)
+    for door, served in zip(doors, options.models, strict=True):
+        config = served.engine
+        engines = Engines(
+            Path(served.run_dir),
+            config.replicas,
+            reuse=config.enable_kv_cache_reuse,
+            period_s=config.stats_check_period_ms / 1000,
+        )
+        door.link = EngineLink(engines, asyncio.get_running_loop(), room)
     waited = threading.Event()
 
     def tell(kind: bytes) -> None:
@@ -189,7 +202,8 @@ async def _run(options: WorkerOptions) -> int:
 
     def wait() -> None:
         try:
-            engines.wait_ready()
+            for door in doors:
+                door.link.engines.wait_ready()
             tell(b"+")
         except AssertionError:  # closed before there was an engine
             pass
@@ -203,7 +217,8 @@ async def _run(options: WorkerOptions) -> int:
     while not waited.is_set() and not server.should_exit and time.monotonic() < deadline:
         await asyncio.sleep(0.02)
     await server.serve(sockets=[socket.socket(fileno=options.listener)])
-    await asyncio.to_thread(engines.close)
+    for door in doors:
+        await asyncio.to_thread(door.link.engines.close)
     beating.cancel()
     return 0
 
