@@ -203,17 +203,11 @@ class PagedCalls:
         from flashinfer.xqa import xqa
 
         xqa(
-            q.unsqueeze(1),
-            *cache,
-            metadata.table(rows),
-            metadata.kv_lens(rows).view(torch.uint32).unsqueeze(1),
-            out.unsqueeze(1),
-            self._float_workspace,
-            self._semaphores.view(torch.uint32),
-            self._shape.num_kv_heads,
-            self._shape.block_size,
+            q.unsqueeze(1), *cache, metadata.table(rows),
+            metadata.kv_lens(rows).view(torch.uint32).unsqueeze(1), out.unsqueeze(1), self._float_workspace,
+            self._semaphores.view(torch.uint32), self._shape.num_kv_heads, self._shape.block_size,
             enable_pdl=True,
-        )
+        )  # fmt: skip
 
     def _module(self, backend: str, variant: Variant | None) -> Any:
         key = backend, variant

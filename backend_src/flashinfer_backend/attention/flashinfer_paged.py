@@ -213,19 +213,9 @@ class FlashInferAttention:
             assert call.items is not None and call.table is not None
             how = self._scores[layer]
             triton_decode.decode(
-                q,
-                cache,
-                out,
-                call.items,
-                call.table,
-                self.workspace,
-                how.scale,
-                scales,
-                soft_cap=how.soft_cap,
-                sinks=how.sinks,
-                rows=rows,
-                lengths=call.lengths,
-            )
+                q, cache, out, call.items, call.table, self.workspace, how.scale, scales,
+                soft_cap=how.soft_cap, sinks=how.sinks, rows=rows, lengths=call.lengths,
+            )  # fmt: skip
 
     def _plan_prefill(self, batch: AttentionBatch, first: int) -> Call:
         q_lens, kv_lens = batch.q_lens[first:], batch.kv_lens[first:]

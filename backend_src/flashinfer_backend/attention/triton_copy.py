@@ -22,16 +22,9 @@ _PROGRAMS = 8  # of an SM
 # How many blocks there are is read on the device, so a graph copies what its step needs.
 @triton.jit(do_not_specialize=["rows"])
 def _copy_blocks(
-    keys,
-    values,
-    key_copies,
-    value_copies,
-    indices,
-    kv_indptr,
-    rows,
-    PIECE: tl.constexpr,
-    PIECES: tl.constexpr,
-):
+    keys, values, key_copies, value_copies, indices, kv_indptr, rows,
+    PIECE: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
     pieces = tl.load(kv_indptr + rows) * PIECES
     offsets = tl.arange(0, PIECE)
     for piece in tl.range(tl.program_id(0), pieces, tl.num_programs(0)):

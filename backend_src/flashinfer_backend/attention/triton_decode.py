@@ -34,23 +34,11 @@ _SMALLER = 256
 
 @triton.jit
 def _merge(
-    out,
-    part_out,
-    part_max,
-    part_sum,
-    sinks,
-    first,
-    count,
-    head,
-    fed,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
+    out, part_out, part_max, part_sum, sinks, first, count, head, fed,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     v_scale,
-    FEEDS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    DIM: tl.constexpr,
-    MERGE: tl.constexpr,
-):
+    FEEDS: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, MERGE: tl.constexpr,
+):  # fmt: skip
     """Add up `count` parts from `first` on and write the heads that share `head`, of `fed` tokens from `out`
     on."""
     GROUP_SIZE: tl.constexpr = HEADS // KV_HEADS
@@ -130,38 +118,13 @@ def _halves(pairs, NATIVE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["ahead"])
 def _decode(
-    q,
-    k_cache,
-    v_cache,
-    out,
-    items,
-    table,
-    part_out,
-    part_max,
-    part_sum,
-    counters,
-    sinks,
-    table_stride,
-    scale_log2,
-    cap_log2,
-    v_scale,
-    lengths,
-    ahead,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    FEEDS: tl.constexpr,
-    RAGGED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    GROUP: tl.constexpr,
-    TILE: tl.constexpr,
-    STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    QUERIES: tl.constexpr,
-    MERGE: tl.constexpr,
-    SMALLER: tl.constexpr,
+    q, k_cache, v_cache, out, items, table, part_out, part_max, part_sum, counters, sinks, table_stride,
+    scale_log2, cap_log2, v_scale, lengths, ahead,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, FEEDS: tl.constexpr, RAGGED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr, QUERIES: tl.constexpr, MERGE: tl.constexpr, SMALLER: tl.constexpr,
     NATIVE: tl.constexpr,
-):
+):  # fmt: skip
     # Items and table were complete before the previous kernel started (what writes them lets nothing start
     # before it has ended); q, and the newest token's key and value, are that kernel's.
     item = tl.program_id(0) // KV_HEADS
@@ -285,23 +248,9 @@ def _decode(
         if seen == count - 1:
             tl.store(counters + row * KV_HEADS + head, 0)
             _merge(
-                out + place.to(tl.int64) * (HEADS * DIM),
-                part_out,
-                part_max,
-                part_sum,
-                sinks,
-                first,
-                count,
-                head,
-                fed if RAGGED else FEEDS,
-                HEADS,
-                KV_HEADS,
-                v_scale,
-                FEEDS,
-                QUERIES,
-                DIM,
-                MERGE,
-            )
+                out + place.to(tl.int64) * (HEADS * DIM), part_out, part_max, part_sum, sinks, first, count,
+                head, fed if RAGGED else FEEDS, HEADS, KV_HEADS, v_scale, FEEDS, QUERIES, DIM, MERGE,
+            )  # fmt: skip
 
 
 class DecodeWorkspace:

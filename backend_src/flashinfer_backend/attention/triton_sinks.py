@@ -31,13 +31,6 @@ def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor, indptr: Tensor) -> None
     exponents of each row's scores; sinks float32 [Hq]."""
     tokens, heads, dim = out.shape
     _apply_sinks[(tokens,)](
-        out,
-        lse,
-        sinks,
-        indptr,
-        len(indptr) - 1,
-        HEADS=heads,
-        ROWS=triton.next_power_of_2(heads),
-        DIM=dim,
-        num_warps=4,
-    )
+        out, lse, sinks, indptr, len(indptr) - 1,
+        HEADS=heads, ROWS=triton.next_power_of_2(heads), DIM=dim, num_warps=4,
+    )  # fmt: skip

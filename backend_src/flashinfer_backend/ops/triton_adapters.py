@@ -46,24 +46,10 @@ def _distinct(places, distinct, tokens, most, ROOM: tl.constexpr, TOKENS: tl.con
 
 @triton.jit(do_not_specialize=["tokens", "most"], do_not_specialize_on_alignment=["places", "distinct"])
 def _shrink(
-    x,
-    norm_weight,
-    down,
-    places,
-    distinct,
-    inner,
-    tokens,
-    most,
-    K: tl.constexpr,
-    SHARE: tl.constexpr,
-    PARTS: tl.constexpr,
-    RANK: tl.constexpr,
-    TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    THREADS: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
+    x, norm_weight, down, places, distinct, inner, tokens, most,
+    K: tl.constexpr, SHARE: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr, THREADS: tl.constexpr, PREFETCH: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     # Programs of a tile of tokens are neighbours, one for each adapter of the list.
     tile, part, split = tl.program_id(0) // most, tl.program_id(1), tl.program_id(2)
     place = tl.load(distinct + 1 + tl.program_id(0) % most).to(tl.int64)
@@ -98,23 +84,9 @@ def _shrink(
 
 @triton.jit
 def add_expanded(
-    acc,
-    inner,
-    up,
-    places,
-    distinct,
-    t,
-    row,
-    part,
-    tokens,
-    height,
-    end,
-    PARTS: tl.constexpr,
-    RANK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SWAP: tl.constexpr,
-):
+    acc, inner, up, places, distinct, t, row, part, tokens, height, end,
+    PARTS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, SWAP: tl.constexpr,
+):  # fmt: skip
     """acc [TOKENS, ROWS] (SWAP: transposed) plus what the adapters of tokens t add to rows `row` of a product
     of `height` rows. Those from `end` on get zeros. All rows are of one part."""
     mine = tl.load(places + t, mask=t < tokens, other=-1)
@@ -151,23 +123,10 @@ def add_expanded(
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["places", "distinct"])
 def _expand(
-    product,
-    inner,
-    up,
-    places,
-    distinct,
-    tokens,
-    height,
-    first_end,
-    second_end,
-    PARTS: tl.constexpr,
-    RANK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
+    product, inner, up, places, distinct, tokens, height, first_end, second_end,
+    PARTS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     if NATIVE:
         gdc_launch_dependents()
         gdc_wait()
@@ -184,23 +143,9 @@ def _expand(
         row = begin + block * ROWS + tl.arange(0, ROWS)
         acc = tl.zeros([TOKENS, ROWS], tl.float32)
         acc = add_expanded(
-            acc,
-            inner,
-            up,
-            places,
-            distinct,
-            t,
-            row,
-            part,
-            tokens,
-            height,
-            end,
-            PARTS,
-            RANK,
-            SPLITS,
-            CHUNK,
+            acc, inner, up, places, distinct, t, row, part, tokens, height, end, PARTS, RANK, SPLITS, CHUNK,
             False,
-        )
+        )  # fmt: skip
         cells = product + t.to(tl.int64)[:, None] * height + row[None, :]
         written = (mine >= 0)[:, None] & (row < end)[None, :]
         before = tl.load(cells, mask=written, other=0.0)
@@ -232,24 +177,10 @@ def shrink(
     most = len(chosen.distinct) - 1
     even = columns % (splits * block) == 0 and splits > 1
     _shrink[(triton.cdiv(tokens, tile) * most, parts, splits)](
-        x,
-        norm_weight,
-        low.down,
-        *chosen,
-        inner,
-        tokens,
-        most,
-        K=columns,
-        SHARE=share,
-        PARTS=parts,
-        RANK=rank,
-        TOKENS=tile,
-        COLUMNS=block,
-        THREADS=128,
-        PREFETCH=even,
-        NATIVE=native,
-        launch_pdl=native,
-    )
+        x, norm_weight, low.down, *chosen, inner, tokens, most,
+        K=columns, SHARE=share, PARTS=parts, RANK=rank, TOKENS=tile, COLUMNS=block, THREADS=128,
+        PREFETCH=even, NATIVE=native, launch_pdl=native,
+    )  # fmt: skip
     return Added(inner, low, chosen)
 
 
@@ -262,21 +193,8 @@ def expand(product: Tensor, added: Added, native: bool = True) -> Tensor:
     starts = (0, *low.ends[:-1])
     blocks = sum(triton.cdiv(end - start, ROWS) for start, end in zip(starts, low.ends, strict=True))
     _expand[(triton.cdiv(tokens, tile), blocks)](
-        product,
-        inner,
-        low.up,
-        *chosen,
-        tokens,
-        height,
-        first,
-        second,
-        PARTS=parts,
-        RANK=rank,
-        SPLITS=splits,
-        TOKENS=tile,
-        ROWS=ROWS,
-        CHUNK=CHUNK,
-        NATIVE=native,
+        product, inner, low.up, *chosen, tokens, height, first, second,
+        PARTS=parts, RANK=rank, SPLITS=splits, TOKENS=tile, ROWS=ROWS, CHUNK=CHUNK, NATIVE=native,
         launch_pdl=native,
-    )
+    )  # fmt: skip
     return product

@@ -79,19 +79,10 @@ def _tiles_of(count, p, TOKENS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens"])
 def _route(
-    logits,
-    chosen,
-    weights,
-    places,
-    counts,
-    tokens,
-    E: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SLOTS: tl.constexpr,
-    RENORMALISE: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
+    logits, chosen, weights, places, counts, tokens,
+    E: tl.constexpr, CHOSEN: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
+    RENORMALISE: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     _begin(NATIVE)
     row, slot = tl.program_id(0) + tl.arange(0, 1), tl.arange(0, SLOTS)[None, :]
     best, value, _ = _choose(logits, row, tokens, E, CHOSEN, WIDTH, SLOTS)
@@ -105,20 +96,9 @@ def _route(
 
 @triton.jit(do_not_specialize=["pairs", "tiles"])
 def _place(
-    chosen,
-    places,
-    counts,
-    order,
-    experts,
-    filled,
-    pairs,
-    tiles,
-    E: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
+    chosen, places, counts, order, experts, filled, pairs, tiles,
+    E: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     _begin(NATIVE)
     e, p = tl.arange(0, WIDTH), tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     count = tl.load(counts + e, mask=e < E, other=0)
@@ -134,23 +114,11 @@ def _place(
 
 @triton.jit(do_not_specialize=["tokens", "tiles"])
 def _route_and_place(
-    logits,
-    weights,
-    order,
-    experts,
-    filled,
-    tokens,
-    tiles,
-    E: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SLOTS: tl.constexpr,
-    RENORMALISE: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILES: tl.constexpr,
+    logits, weights, order, experts, filled, tokens, tiles,
+    E: tl.constexpr, CHOSEN: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
+    RENORMALISE: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
     NATIVE: tl.constexpr,
-):
+):  # fmt: skip
     # All of few tokens in one program, so that an expert's pairs are counted without memory for it. A token
     # has an expert once: its pair's place is the number of tokens before it that have the expert, and as no
     # expert has more than a tile holds, tiles are the experts that are chosen.
@@ -213,20 +181,11 @@ def route(logits: Tensor, experts_per_token: int, renormalise: bool, tile_tokens
     if tokens <= FEW_TOKENS:
         rows = 1 if tokens == 1 else FEW_TOKENS
         _route_and_place[(1,)](
-            logits,
-            weights,
-            found.order,
-            found.experts,
-            found.filled,
-            tokens,
-            tiles,
-            **routing,
-            TOKENS=tile_tokens,
-            ROWS=rows,
+            logits, weights, found.order, found.experts, found.filled, tokens, tiles,
+            **routing, TOKENS=tile_tokens, ROWS=rows,
             TILES=triton.next_power_of_2(most_tiles(rows * experts_per_token, count, tile_tokens)),
-            num_warps=4,
-            launch_pdl=NATIVE,
-        )
+            num_warps=4, launch_pdl=NATIVE,
+        )  # fmt: skip
         return found
     counts = torch.zeros(count, dtype=torch.int32, device=where)
     chosen, places = words(pairs), words(pairs)
@@ -234,22 +193,10 @@ def route(logits: Tensor, experts_per_token: int, renormalise: bool, tile_tokens
         logits, chosen, weights, places, counts, tokens, **routing, num_warps=1, launch_pdl=NATIVE
     )
     _place[(triton.cdiv(max(pairs, tiles), PLACED),)](
-        chosen,
-        places,
-        counts,
-        found.order,
-        found.experts,
-        found.filled,
-        pairs,
-        tiles,
-        E=count,
-        WIDTH=routing["WIDTH"],
-        TOKENS=tile_tokens,
-        PAIRS=PLACED,
-        NATIVE=NATIVE,
-        num_warps=4,
+        chosen, places, counts, found.order, found.experts, found.filled, pairs, tiles,
+        E=count, WIDTH=routing["WIDTH"], TOKENS=tile_tokens, PAIRS=PLACED, NATIVE=NATIVE, num_warps=4,
         launch_pdl=NATIVE,
-    )
+    )  # fmt: skip
     return found
 
 
@@ -304,35 +251,12 @@ def _quarter(words, scales, zeros, place, mask, NIBBLE: tl.constexpr, KIND: tl.c
 
 @triton.jit(do_not_specialize=["tiles", "x_rows"])
 def _product(
-    x,
-    x_scales,
-    weight,
-    scales,
-    zeros,
-    bias,
-    factors,
-    experts,
-    filled,
-    order,
-    out,
-    tiles,
-    x_rows,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    PAIRS_A_ROW: tl.constexpr,
-    GATED: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    SCALES: tl.constexpr,
-    APART: tl.constexpr,
-    GROUP: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    INNER: tl.constexpr,
-    NEIGHBOURS: tl.constexpr,
-    STAGES: tl.constexpr,
+    x, x_scales, weight, scales, zeros, bias, factors, experts, filled, order, out, tiles, x_rows,
+    N: tl.constexpr, K: tl.constexpr, PAIRS_A_ROW: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr, SCALES: tl.constexpr, APART: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, INNER: tl.constexpr, NEIGHBOURS: tl.constexpr, STAGES: tl.constexpr,
     NATIVE: tl.constexpr,
-):
+):  # fmt: skip
     _begin(NATIVE)
     KIND: tl.constexpr = x.dtype.element_ty
     # Neighbouring programs have the same weight rows of tiles that follow each other, often of one expert:
@@ -485,37 +409,14 @@ def product(
     out = torch.empty(tokens * chosen, rows, dtype=dtype, device=x.device)
     most = len(tiles.experts)
     _product[(most * triton.cdiv(rows, block_rows),)](
-        x,
-        x_scales,
-        data,
-        scales,
-        weight.zero,
-        weight.bias,
-        None if gated else tiles.weights,
-        tiles.experts,
-        tiles.filled,
-        tiles.order,
-        out,
-        most,
-        len(x),
-        N=rows,
-        K=inner,
-        PAIRS_A_ROW=chosen if gated else 1,
-        GATED=gated,
-        ALPHA=alpha,
-        LIMIT=limit,
+        x, x_scales, data, scales, weight.zero, weight.bias, None if gated else tiles.weights, tiles.experts,
+        tiles.filled, tiles.order, out, most, len(x),
+        N=rows, K=inner, PAIRS_A_ROW=chosen if gated else 1, GATED=gated, ALPHA=alpha, LIMIT=limit,
         SCALES=weight.format.name.partition("_")[0] if kind == "4 bits" else kind,
-        APART=scales.stride(0) if scales is not None else 0,
-        GROUP=group,
-        TOKENS=tile.tokens,
-        ROWS=block_rows,
-        INNER=block_inner,
-        NEIGHBOURS=NEIGHBOURS,
-        STAGES=block.stages,
-        NATIVE=NATIVE,
-        num_warps=block.warps,
+        APART=scales.stride(0) if scales is not None else 0, GROUP=group, TOKENS=tile.tokens, ROWS=block_rows,
+        INNER=block_inner, NEIGHBOURS=NEIGHBOURS, STAGES=block.stages, NATIVE=NATIVE, num_warps=block.warps,
         launch_pdl=NATIVE,
-    )
+    )  # fmt: skip
     return out
 
 
@@ -558,14 +459,7 @@ def add_up(products: Tensor, residual: Tensor | None, tokens: int) -> Tensor:
     columns = products.shape[1]
     out = torch.empty(tokens, columns, dtype=products.dtype, device=products.device)
     _sum[(tokens, triton.cdiv(columns, SUMMED))](
-        products,
-        residual,
-        out,
-        columns,
-        CHOSEN=len(products) // tokens,
-        WIDTH=SUMMED,
-        NATIVE=NATIVE,
-        num_warps=4,
-        launch_pdl=NATIVE,
-    )
+        products, residual, out, columns,
+        CHOSEN=len(products) // tokens, WIDTH=SUMMED, NATIVE=NATIVE, num_warps=4, launch_pdl=NATIVE,
+    )  # fmt: skip
     return out

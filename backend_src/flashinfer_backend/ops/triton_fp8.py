@@ -31,16 +31,9 @@ def to_e4m3(x, scale):
 
 @triton.jit
 def _quantise_rows(
-    x,
-    norm_weight,
-    elements,
-    scales,
-    static,
-    eps,
-    K: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STATIC: tl.constexpr,
-):
+    x, norm_weight, elements, scales, static, eps,
+    K: tl.constexpr, WIDTH: tl.constexpr, STATIC: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, WIDTH)
     inside = k < K
@@ -73,18 +66,10 @@ def quantise_rows(x: Tensor, static: float | None = None, norm: Norm | None = No
     scales = torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
     width = triton.next_power_of_2(inner)
     _quantise_rows[(tokens,)](
-        x,
-        norm.weight if norm else None,
-        elements,
-        scales,
-        static or 0.0,
-        norm.eps if norm else 0.0,
-        K=inner,
-        WIDTH=width,
-        STATIC=static is not None,
-        num_warps=min(max(width // 1024, 1), 16),
+        x, norm.weight if norm else None, elements, scales, static or 0.0, norm.eps if norm else 0.0,
+        K=inner, WIDTH=width, STATIC=static is not None, num_warps=min(max(width // 1024, 1), 16),
         launch_pdl=True,
-    )
+    )  # fmt: skip
     return elements, scales
 
 
@@ -98,18 +83,9 @@ def _sum_of_parts(source, plane, inside, PARTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["plane"])
 def _finish(
-    product,
-    x_scales,
-    scales,
-    bias,
-    residual,
-    out,
-    columns,
-    plane,
-    PARTS: tl.constexpr,
-    GATED: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    product, x_scales, scales, bias, residual, out, columns, plane,
+    PARTS: tl.constexpr, GATED: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = n < columns
@@ -149,36 +125,17 @@ def finish(
     out = torch.empty(tokens, columns, dtype=torch.bfloat16, device=product.device)
     width = 1024
     _finish[(tokens, triton.cdiv(columns, width))](
-        product,
-        x_scales,
-        scales,
-        bias,
-        residual,
-        out,
-        columns,
-        plane,
-        PARTS=parts,
-        GATED=gated,
-        WIDTH=width,
-        num_warps=4,
-    )
+        product, x_scales, scales, bias, residual, out, columns, plane,
+        PARTS=parts, GATED=gated, WIDTH=width, num_warps=4,
+    )  # fmt: skip
     return out
 
 
 @triton.jit(do_not_specialize=["tokens", "rows"])
 def _quantise_groups(
-    x,
-    norm_weight,
-    elements,
-    scales,
-    tokens,
-    rows,
-    eps,
-    K: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
+    x, norm_weight, elements, scales, tokens, rows, eps,
+    K: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     # A program takes GROUPS neighbouring groups of a row, with a norm all. Rows beyond the tokens are zeros.
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
@@ -212,41 +169,19 @@ def quantise_groups(x: Tensor, norm: Norm | None = None, native: bool = True) ->
     scales = torch.empty(inner // BLOCK, rows, dtype=torch.float32, device=x.device)
     groups = triton.next_power_of_2(inner // BLOCK) if norm else 16
     _quantise_groups[(rows, triton.cdiv(inner // BLOCK, groups))](
-        x,
-        norm.weight if norm else None,
-        elements,
-        scales,
-        tokens,
-        rows,
-        norm.eps if norm else 0.0,
-        K=inner,
-        GROUPS=groups,
-        GROUP=BLOCK,
-        NATIVE=native,
-        num_warps=min(max(groups * BLOCK // 1024, 4), 16),
+        x, norm.weight if norm else None, elements, scales, tokens, rows, norm.eps if norm else 0.0,
+        K=inner, GROUPS=groups, GROUP=BLOCK, NATIVE=native, num_warps=min(max(groups * BLOCK // 1024, 4), 16),
         launch_pdl=native,
-    )
+    )  # fmt: skip
     return elements, scales.t()
 
 
 @triton.jit(do_not_specialize=["tokens", "x_rows"])
 def _block_product(
-    x,
-    x_scales,
-    weight,
-    scales,
-    out,
-    tokens,
-    x_rows,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    APART: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SPLIT: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    x, x_scales, weight, scales, out, tokens, x_rows,
+    N: tl.constexpr, K: tl.constexpr, APART: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    GROUP: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     # Token blocks of the same weights are neighbours, so that the weights come from L2 the second time. The
     # weights are the left operand: few tokens then do not waste the tensor cores' 64 rows.
     token_blocks = tl.cdiv(tokens, TOKENS)
@@ -281,21 +216,8 @@ def block_product(
     shape, dtype = ((tokens, rows), torch.bfloat16) if split == 1 else ((split, tokens, rows), torch.float32)
     out = torch.empty(shape, dtype=dtype, device=x.device)
     _block_product[(triton.cdiv(rows, tile.rows) * triton.cdiv(tokens, tile.tile), split)](
-        x,
-        x_scales,
-        weight,
-        scales,
-        out,
-        tokens,
-        len(x),
-        N=rows,
-        K=inner,
-        APART=scales.stride(0),
-        TOKENS=tile.tile,
-        ROWS=tile.rows,
-        GROUP=BLOCK,
-        SPLIT=split,
-        STAGES=tile.stages,
-        num_warps=tile.warps,
-    )
+        x, x_scales, weight, scales, out, tokens, len(x),
+        N=rows, K=inner, APART=scales.stride(0), TOKENS=tile.tile, ROWS=tile.rows, GROUP=BLOCK, SPLIT=split,
+        STAGES=tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
     return out

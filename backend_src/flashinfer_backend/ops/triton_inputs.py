@@ -17,23 +17,10 @@ _ROWS = 128  # of a program
     do_not_specialize_on_alignment=["slots", "new_blocks", "tokens", "places"],
 )
 def _step_inputs(
-    slots,
-    last_token,
-    lengths,
-    block_table,
-    new_blocks,
-    tokens,
-    places,
-    input_ids,
-    positions,
-    cache_locations,
-    count,
-    decodes,
-    padding,
-    table_stride,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    slots, last_token, lengths, block_table, new_blocks, tokens, places, input_ids, positions,
+    cache_locations, count, decodes, padding, table_stride,
+    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     valid = row < count
     slot = tl.load(slots + row, mask=valid, other=0)
@@ -80,22 +67,8 @@ def step_inputs(
         torch.empty(count, dtype=torch.int32, device=slots.device) for _ in range(3)
     )
     _step_inputs[(triton.cdiv(count, _ROWS),)](
-        slots,
-        last_token,
-        lengths,
-        block_table,
-        new_blocks,
-        tokens,
-        places,
-        input_ids,
-        positions,
-        cache_locations,
-        count,
-        decodes,
-        lengths.shape[0] - 1,
-        block_table.stride(0),
-        BLOCK_SIZE=block_size,
-        ROWS=_ROWS,
-        num_warps=1,
-    )
+        slots, last_token, lengths, block_table, new_blocks, tokens, places, input_ids, positions,
+        cache_locations, count, decodes, lengths.shape[0] - 1, block_table.stride(0),
+        BLOCK_SIZE=block_size, ROWS=_ROWS, num_warps=1,
+    )  # fmt: skip
     return input_ids, positions, cache_locations

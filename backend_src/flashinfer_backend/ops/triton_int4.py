@@ -104,16 +104,8 @@ def dequantise(
     out = torch.empty(rows, inner, dtype=dtype, device=weight.device)
     tile = 64
     _dequantise[(triton.cdiv(rows, tile), inner // BLOCK)](
-        weight,
-        scale,
-        zero,
-        out,
-        rows,
-        K=inner,
-        GROUP=inner // scale.shape[0],
-        ROWS=tile,
-        BFLOAT16=dtype == torch.bfloat16,
-        NATIVE=native,
+        weight, scale, zero, out, rows,
+        K=inner, GROUP=inner // scale.shape[0], ROWS=tile, BFLOAT16=dtype == torch.bfloat16, NATIVE=native,
         num_warps=4,
-    )
+    )  # fmt: skip
     return out

@@ -58,28 +58,11 @@ def _store(target, first, second, scale, mask, HALF: tl.constexpr):
 # Positions are a part of the step's upload: their alignment depends on what comes before them.
 @triton.jit(do_not_specialize_on_alignment=["positions", "cache_locations"])
 def _rope_and_store(
-    qkv,
-    positions,
-    cos_sin,
-    k_cache,
-    v_cache,
-    cache_locations,
-    q_norm,
-    k_norm,
-    q_out,
-    k_scale,
-    v_scale,
-    eps,
+    qkv, positions, cos_sin, k_cache, v_cache, cache_locations, q_norm, k_norm, q_out, k_scale, v_scale, eps,
     row_stride,
-    Q_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    ROTATED: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NORM: tl.constexpr,
-    NORM_ROTATED: tl.constexpr,
-):
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTATED: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, NORM_ROTATED: tl.constexpr,
+):  # fmt: skip
     HALF: tl.constexpr = HEAD_DIM // 2
     EARLY: tl.constexpr = NORM and not NORM_ROTATED
     token = tl.program_id(0).to(tl.int64)
@@ -168,28 +151,10 @@ def rope_and_store(
     )
     heads = math.gcd(math.gcd(num_heads, num_kv_heads), 8)
     _rope_and_store[(tokens, (num_heads + 2 * num_kv_heads) // heads)](
-        qkv,
-        positions,
-        cos_sin,
-        k_cache,
-        v_cache,
-        cache_locations,
-        q_norm,
-        k_norm,
-        q_out,
-        k_scale,
-        v_scale,
-        eps,
-        qkv.stride(0),
-        Q_HEADS=num_heads,
-        KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        ROTATED=cos_sin.shape[1],
-        HEADS=heads,
-        BLOCK=triton.next_power_of_2(head_dim // 2),
-        NORM=q_norm is not None,
-        NORM_ROTATED=norm_rotated,
-        num_warps=2,
-        launch_pdl=True,
-    )
+        qkv, positions, cos_sin, k_cache, v_cache, cache_locations, q_norm, k_norm, q_out, k_scale, v_scale,
+        eps, qkv.stride(0),
+        Q_HEADS=num_heads, KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROTATED=cos_sin.shape[1], HEADS=heads,
+        BLOCK=triton.next_power_of_2(head_dim // 2), NORM=q_norm is not None, NORM_ROTATED=norm_rotated,
+        num_warps=2, launch_pdl=True,
+    )  # fmt: skip
     return q_out

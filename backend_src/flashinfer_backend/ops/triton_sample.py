@@ -25,19 +25,9 @@ def _mix(x):
 # What is read per row is a part of the step's upload: its alignment depends on the number of rows.
 @triton.jit(do_not_specialize_on_alignment=["temperature", "seed", "position", "suppressed"])
 def _block_best(
-    logits,
-    temperature,
-    seed,
-    position,
-    suppressed,
-    best_score,
-    best_id,
-    vocab,
-    stride,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BAN: tl.constexpr,
-):
+    logits, temperature, seed, position, suppressed, best_score, best_id, vocab, stride,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BAN: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
@@ -65,15 +55,9 @@ def _block_best(
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def _row_best(
-    best_score,
-    best_id,
-    out,
-    last_token,
-    slots,
-    BLOCKS: tl.constexpr,
-    PADDED: tl.constexpr,
-    RECORD: tl.constexpr,
-):
+    best_score, best_id, out, last_token, slots,
+    BLOCKS: tl.constexpr, PADDED: tl.constexpr, RECORD: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, PADDED)
     gdc_wait()
@@ -102,34 +86,14 @@ def sample(
     ids = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
     out = torch.empty(rows, dtype=torch.int32, device=logits.device)
     _block_best[(rows, blocks)](
-        logits,
-        temperature,
-        seed,
-        position,
-        suppressed,
-        score,
-        ids,
-        vocab,
-        logits.stride(0),
-        BLOCK=_BLOCK,
-        BLOCKS=blocks,
-        BAN=suppressed is not None,
-        num_warps=8,
-        launch_pdl=True,
-    )
+        logits, temperature, seed, position, suppressed, score, ids, vocab, logits.stride(0),
+        BLOCK=_BLOCK, BLOCKS=blocks, BAN=suppressed is not None, num_warps=8, launch_pdl=True,
+    )  # fmt: skip
     padded = triton.next_power_of_2(blocks)
     _row_best[(rows,)](
-        score,
-        ids,
-        out,
-        last_token,
-        slots,
-        BLOCKS=blocks,
-        PADDED=padded,
-        RECORD=record is not None,
-        num_warps=1,
-        launch_pdl=True,
-    )
+        score, ids, out, last_token, slots,
+        BLOCKS=blocks, PADDED=padded, RECORD=record is not None, num_warps=1, launch_pdl=True,
+    )  # fmt: skip
     return out
 
 
