@@ -42,292 +42,144 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     """Settings of one engine process. With the word "auto", the default (0, "" or -1) means: derived from the
     checkpoint, the machine or another field. `resolve_limits` fills in the limits among them."""
 
+    # fmt: off
     # The checkpoint.
-    model_dir: Annotated[
-        str,
-        Setting(
-            "Hugging Face checkpoint folder; bundled = the small one in the package. Same as --model",
-            words=(BUNDLED,),
-        ),
-    ]
-    tokenizer_dir: Annotated[
-        str, Setting("folder of the tokenizer; auto = model_dir", words=(AUTO, BUNDLED))
-    ] = ""
-    task: Annotated[
-        Literal["auto", "generate", "embed", "score"],
-        Setting(
-            "what the checkpoint is for; auto = as its files say: embed for an embedding model, score for a "
-            "reranker, else generate. Qwen3-Reranker's files do not say it: set score"
-        ),
-    ] = "auto"
-    load_format: Annotated[
-        Literal["auto", "dummy"],
-        Setting("auto = the checkpoint's safetensors; dummy = random weights, for benchmarks"),
-    ] = "auto"
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
-        Setting(
-            "of activations, and of weights and KV cache unless quantised; auto = the checkpoint's on a "
-            "GPU, float32 on a CPU"
-        ),
-    ] = "auto"
-    quantization: Annotated[
-        Literal["auto", "fp8"],
-        Setting(
-            "auto = the checkpoint's format; fp8 = a 16-bit checkpoint in FP8, quantised while it loads, "
-            "with a scale for each output channel and each token"
-        ),
-    ] = "auto"
-    device: Annotated[
-        Literal["auto", "cuda", "cpu"], Setting("where the engine runs; auto = a GPU if there is one")
-    ] = "auto"
-    attention_backend: Annotated[
-        Literal["auto", "fa2", "xqa", "triton", "torch"],
-        Setting(
-            "attention of decode steps: FlashInfer's fa2 or xqa, this project's Triton kernel, or plain "
-            "torch for all steps; auto = the fastest measured one on a GPU, torch on a CPU"
-        ),
-    ] = "auto"
-    speculative_method: Annotated[
-        Literal["none", "ngram", "eagle3"],
-        Setting(
-            "guesses the next tokens, which a step then checks at once: answers stay the same. ngram = what "
-            "followed the last tokens before, in prompt or answer; eagle3 = by the head in draft_model"
-        ),
-    ] = "none"
-    draft_model: Annotated[
-        str,
-        Setting(
-            "folder of the EAGLE-3 head of speculative_method=eagle3; bundled = the bundled model's",
-            words=("none",),
-        ),
-    ] = "none"
-    max_draft_len: Annotated[
-        int,
-        Setting("the most tokens guessed for a step; fewer where many sequences run", high=15),
-    ] = 4
-    max_matching_ngram_size: Annotated[
-        int,
-        Setting("of speculative_method=ngram: the most last tokens that it looks up", low=1, high=16),
-    ] = 4
-    min_matching_ngram_size: Annotated[
-        int,
-        Setting("of speculative_method=ngram: the fewest last tokens that have to match", low=1, high=16),
-    ] = 2
-    max_loras: Annotated[
-        int,
-        Setting(
-            "adapters (LoRA) that requests in one step can have, each with its room on the GPU; 0 = the model"
-            " alone. lora_modules names them",
-            high=256,
-        ),
-    ] = 0
-    lora_modules: Annotated[
-        Literal["none"] | dict[str, str],
-        Setting("adapters that requests can ask for by their names, with their folders, as PEFT writes them"),
-    ] = "none"
-    max_lora_rank: Annotated[
-        int, Setting("the largest rank of an adapter; room on the GPU grows with it", low=1, high=256)
-    ] = 16
-    lora_cache_host_memory_bytes: Annotated[
-        int,
-        Setting(
-            "bytes of adapters that are kept in host memory once they were read, the latest ones", high=2**62
-        ),
-    ] = 1 << 30
-    tensor_parallel_size: Annotated[
-        Literal[1, 2, 4, 8],
-        Setting("GPUs that one model is spread over, each with a part of every layer; on a CPU, processes"),
-    ] = 1
+    model_dir: Annotated[str, Setting(
+        "Hugging Face checkpoint folder; bundled = the small one in the package. Same as --model",
+        words=(BUNDLED,))]
+    tokenizer_dir: Annotated[str, Setting(
+        "folder of the tokenizer; auto = model_dir", words=(AUTO, BUNDLED))] = ""
+    task: Annotated[Literal["auto", "generate", "embed", "score"], Setting(
+        "what the checkpoint is for; auto = as its files say: embed for an embedding model, score for a"
+        " reranker, else generate. Qwen3-Reranker's files do not say it: set score")] = "auto"
+    load_format: Annotated[Literal["auto", "dummy"], Setting(
+        "auto = the checkpoint's safetensors; dummy = random weights, for benchmarks")] = "auto"
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], Setting(
+        "of activations, and of weights and KV cache unless quantised; auto = the checkpoint's on a GPU,"
+        " float32 on a CPU")] = "auto"
+    quantization: Annotated[Literal["auto", "fp8"], Setting(
+        "auto = the checkpoint's format; fp8 = a 16-bit checkpoint in FP8, quantised while it loads, with a"
+        " scale for each output channel and each token")] = "auto"
+    device: Annotated[Literal["auto", "cuda", "cpu"], Setting(
+        "where the engine runs; auto = a GPU if there is one")] = "auto"
+    attention_backend: Annotated[Literal["auto", "fa2", "xqa", "triton", "torch"], Setting(
+        "attention of decode steps: FlashInfer's fa2 or xqa, this project's Triton kernel, or plain torch for"
+        " all steps; auto = the fastest measured one on a GPU, torch on a CPU")] = "auto"
+    speculative_method: Annotated[Literal["none", "ngram", "eagle3"], Setting(
+        "guesses the next tokens, which a step then checks at once: answers stay the same. ngram = what"
+        " followed the last tokens before, in prompt or answer; eagle3 = by the head in draft_model"
+    )] = "none"
+    draft_model: Annotated[str, Setting(
+        "folder of the EAGLE-3 head of speculative_method=eagle3; bundled = the bundled model's",
+        words=("none",))] = "none"
+    max_draft_len: Annotated[int, Setting(
+        "the most tokens guessed for a step; fewer where many sequences run", high=15)] = 4
+    max_matching_ngram_size: Annotated[int, Setting(
+        "of speculative_method=ngram: the most last tokens that it looks up", low=1, high=16)] = 4
+    min_matching_ngram_size: Annotated[int, Setting(
+        "of speculative_method=ngram: the fewest last tokens that have to match", low=1, high=16)] = 2
+    max_loras: Annotated[int, Setting(
+        "adapters (LoRA) that requests in one step can have, each with its room on the GPU; 0 = the model"
+        " alone. lora_modules names them", high=256)] = 0
+    lora_modules: Annotated[Literal["none"] | dict[str, str], Setting(
+        "adapters that requests can ask for by their names, with their folders, as PEFT writes them"
+    )] = "none"
+    max_lora_rank: Annotated[int, Setting(
+        "the largest rank of an adapter; room on the GPU grows with it", low=1, high=256)] = 16
+    lora_cache_host_memory_bytes: Annotated[int, Setting(
+        "bytes of adapters that are kept in host memory once they were read, the latest ones",
+        high=2**62)] = 1 << 30
+    tensor_parallel_size: Annotated[Literal[1, 2, 4, 8], Setting(
+        "GPUs that one model is spread over, each with a part of every layer; on a CPU, processes")] = 1
 
     # Engines.
-    replicas: Annotated[
-        int,
-        Setting(
-            "engines behind the one llm model, each a process with its own GPUs, weights and KV cache; a "
-            "request goes to the engine with most of its prompt cached, unless that is clearly busier",
-            low=1,
-            high=64,
-        ),
-    ] = 1
-    gpu_device_ids: Annotated[
-        Literal["auto"] | list[list[int]],
-        Setting(
-            "GPUs of each engine, counted from 0 among those in CUDA_VISIBLE_DEVICES: 0;1 for two engines; "
-            "auto = the first for engine 0, the next for engine 1 and so on"
-        ),
-    ] = "auto"
+    replicas: Annotated[int, Setting(
+        "engines behind the one llm model, each a process with its own GPUs, weights and KV cache; a request"
+        " goes to the engine with most of its prompt cached, unless that is clearly busier",
+        low=1, high=64)] = 1
+    gpu_device_ids: Annotated[Literal["auto"] | list[list[int]], Setting(
+        "GPUs of each engine, counted from 0 among those in CUDA_VISIBLE_DEVICES: 0;1 for two engines; auto ="
+        " the first for engine 0, the next for engine 1 and so on")] = "auto"
 
     # Limits.
-    max_seq_len: Annotated[
-        int,
-        Setting(
-            "tokens of prompt and output together; auto = the checkpoint's limit, at most "
-            + str(LONGEST_AUTO_SEQ_LEN),
-            low=2,
-            words=(AUTO,),
-        ),
-    ] = 0
-    max_input_len: Annotated[
-        int, Setting("tokens of a prompt; auto = max_seq_len - 1", low=1, words=(AUTO,))
-    ] = 0
+    max_seq_len: Annotated[int, Setting(
+        "tokens of prompt and output together; auto = the checkpoint's limit, at most"
+        f" {LONGEST_AUTO_SEQ_LEN}", low=2, words=(AUTO,))] = 0
+    max_input_len: Annotated[int, Setting(
+        "tokens of a prompt; auto = max_seq_len - 1", low=1, words=(AUTO,))] = 0
     max_num_seqs: Annotated[int, Setting("sequences that run at the same time", low=1, high=4096)] = 256
-    max_num_tokens: Annotated[
-        int,
-        Setting("token budget of a step while nothing streams; it also sizes the work buffers", low=1),
-    ] = 8192
-    max_num_tokens_while_decoding: Annotated[
-        int,
-        Setting(
-            "token budget of a step while sequences stream; smaller = steadier streams, larger = "
-            "faster first tokens",
-            low=1,
-        ),
-    ] = 2048
+    max_num_tokens: Annotated[int, Setting(
+        "token budget of a step while nothing streams; it also sizes the work buffers", low=1)] = 8192
+    max_num_tokens_while_decoding: Annotated[int, Setting(
+        "token budget of a step while sequences stream; smaller = steadier streams, larger = faster first"
+        " tokens", low=1)] = 2048
 
     # KV cache.
-    kv_cache_dtype: Annotated[
-        Literal["auto", "fp8_e4m3"],
-        Setting(
-            "elements of the KV cache; auto = dtype, even if the checkpoint has scales; fp8_e4m3 = 8 bits, "
-            "with the checkpoint's scales or 1, and twice the tokens. Not with attention_backend=xqa"
-        ),
-    ] = "auto"
-    tokens_per_block: Annotated[
-        Literal[16, 32, 64], Setting("tokens of a block of the KV cache, the grain of prefix reuse")
-    ] = 16
-    kv_cache_free_gpu_mem_fraction: Annotated[
-        float,
-        Setting("the KV cache's share of the GPU memory that the weights leave", low=0.001, high=1),
-    ] = 0.9
-    max_tokens_in_paged_kv_cache: Annotated[
-        int,
-        Setting(
-            "upper bound of the KV cache in tokens, rounded up to whole blocks of tokens_per_block as in "
-            "TensorRT-LLM; auto = as many as fit. The smaller of both bounds counts",
-            low=16,
-            words=(AUTO,),
-        ),
-    ] = 0
-    enable_kv_cache_reuse: Annotated[
-        bool, Setting("keep the blocks of earlier prompts for prompts that begin with the same tokens")
-    ] = True
+    kv_cache_dtype: Annotated[Literal["auto", "fp8_e4m3"], Setting(
+        "elements of the KV cache; auto = dtype, even if the checkpoint has scales; fp8_e4m3 = 8 bits, with"
+        " the checkpoint's scales or 1, and twice the tokens. Not with attention_backend=xqa")] = "auto"
+    tokens_per_block: Annotated[Literal[16, 32, 64], Setting(
+        "tokens of a block of the KV cache, the grain of prefix reuse")] = 16
+    kv_cache_free_gpu_mem_fraction: Annotated[float, Setting(
+        "the KV cache's share of the GPU memory that the weights leave", low=0.001, high=1)] = 0.9
+    max_tokens_in_paged_kv_cache: Annotated[int, Setting(
+        "upper bound of the KV cache in tokens, rounded up to whole blocks of tokens_per_block as in"
+        " TensorRT-LLM; auto = as many as fit. The smaller of both bounds counts", low=16, words=(AUTO,))] = 0
+    enable_kv_cache_reuse: Annotated[bool, Setting(
+        "keep the blocks of earlier prompts for prompts that begin with the same tokens")] = True
 
     # Scheduling.
-    enable_chunked_context: Annotated[
-        bool, Setting("split long prompts over several steps; false = a prompt has to fit one step")
-    ] = True
-    batch_scheduler_policy: Annotated[
-        Literal["max_utilization", "guaranteed_no_evict"],
-        Setting(
-            "max_utilization admits while blocks last and may recompute the newest sequence later; "
-            "guaranteed_no_evict reserves all blocks a sequence can need"
-        ),
-    ] = "max_utilization"
-    schedule_policy: Annotated[
-        Literal["fcfs", "lof"],
-        Setting(
-            "which waiting request runs next: fcfs = in order of arrival; lof = largest max_tokens (longest "
-            "output) first, and a backlog's work spread evenly over its steps: the backlog ends sooner if "
-            "max_tokens is the length, but short requests wait for longer ones"
-        ),
-    ] = "fcfs"
-    max_queue_size: Annotated[
-        int,
-        Setting(
-            "requests that can wait, in Triton and in the engine; more are refused at once. 0 = no bound; "
-            f"auto = {QUEUED_PER_SLOT} for each of max_num_seqs, at least {LEAST_AUTO_QUEUE}",
-            words=(AUTO,),
-        ),
-    ] = -1
-    max_logits_mib: Annotated[
-        int,
-        Setting(
-            "MiB for the requested logits of all requests together: 4 bytes for each word of the vocabulary "
-            "and each token of the prompt (return_context_logits) or of max_tokens "
-            "(return_generation_logits). A request waits for room and holds it until its last answer is "
-            "sent; one that needs more is refused",
-            low=1,
-        ),
-    ] = 2048
-    cuda_graph_batch_sizes: Annotated[
-        Literal["auto", "none"] | list[int],
-        Setting(
-            "batch sizes whose decode step is captured as a CUDA graph; a batch is padded to the next",
-            low=1,
-            high=4096,
-        ),
-    ] = "auto"
+    enable_chunked_context: Annotated[bool, Setting(
+        "split long prompts over several steps; false = a prompt has to fit one step")] = True
+    batch_scheduler_policy: Annotated[Literal["max_utilization", "guaranteed_no_evict"], Setting(
+        "max_utilization admits while blocks last and may recompute the newest sequence later;"
+        " guaranteed_no_evict reserves all blocks a sequence can need")] = "max_utilization"
+    schedule_policy: Annotated[Literal["fcfs", "lof"], Setting(
+        "which waiting request runs next: fcfs = in order of arrival; lof = largest max_tokens (longest"
+        " output) first, and a backlog's work spread evenly over its steps: the backlog ends sooner if"
+        " max_tokens is the length, but short requests wait for longer ones")] = "fcfs"
+    max_queue_size: Annotated[int, Setting(
+        "requests that can wait, in Triton and in the engine; more are refused at once. 0 = no bound; auto ="
+        f" {QUEUED_PER_SLOT} for each of max_num_seqs, at least {LEAST_AUTO_QUEUE}", words=(AUTO,))] = -1
+    max_logits_mib: Annotated[int, Setting(
+        "MiB for the requested logits of all requests together: 4 bytes for each word of the vocabulary and"
+        " each token of the prompt (return_context_logits) or of max_tokens (return_generation_logits). A"
+        " request waits for room and holds it until its last answer is sent; one that needs more is refused",
+        low=1)] = 2048
+    cuda_graph_batch_sizes: Annotated[Literal["auto", "none"] | list[int], Setting(
+        "batch sizes whose decode step is captured as a CUDA graph; a batch is padded to the next",
+        low=1, high=4096)] = "auto"
 
     # Answers and metrics.
-    guided_decoding_backend: Annotated[
-        Literal["llguidance", "xgrammar", "none"],
-        Setting(
-            "library for the grammars of guided decoding; xgrammar = llguidance, for older model "
-            "repositories; none = guided requests are refused"
-        ),
-    ] = "llguidance"
-    kv_events_endpoint: Annotated[
-        str,
-        Setting(
-            "where the engine tells request routers which prefixes its cache has (ZeroMQ, in vLLM's form);"
-            " engine 1 takes the next port, and so on",
-            words=("none",),
-            text="an address such as tcp://*:5557",
-        ),
-    ] = "none"
-    kv_events_replay_endpoint: Annotated[
-        str,
-        Setting(
-            "where request routers ask for messages that they have missed (the latest 64 MiB are kept);"
-            " engine 1 takes the next port, and so on",
-            words=("none",),
-            text="an address such as tcp://*:5558",
-        ),
-    ] = "none"
-    kv_events_topic: Annotated[
-        str,
-        Setting(
-            "topic of these messages; {ip} is POD_IP or the host's address, {model} the checkpoint folder's"
-            " name",
-            text="a text",
-        ),
-    ] = "kv@{ip}:9000@{model}"
-    stats_check_period_ms: Annotated[int, Setting("how often the metrics are updated", low=1, high=60000)] = (
-        100
-    )
-    profile_dir: Annotated[
-        str,
-        Setting(
-            "absolute path of a folder for the traces that POST /start_profile of the OpenAI API asks for,"
-            " made where there is none; none = such requests are not served",
-            words=("none",),
-        ),
-    ] = "none"
-    start_stall_minutes: Annotated[
-        int,
-        Setting(
-            "an engine without progress for this long during startup (no tensor read, no file compiled, no "
-            "first step) is ended, with a line in the log; 0 = never",
-            low=0,
-            high=10080,
-        ),
-    ] = 30
-    compare_attention: Annotated[
-        bool,
-        Setting(
-            "for finding faults: run plain torch's attention next to the chosen one for the first 64 tokens "
-            "of each prompt, and log the largest error by layer. Steps are slow then, and none is a graph"
-        ),
-    ] = False
-    check_invariants: Annotated[
-        bool,
-        Setting(
-            "for finding faults: check in every step that each block and slot has one owner; otherwise the "
-            "engine logs it and ends, to be restarted. Costs 0.1 to 0.6 ms a step for each running sequence "
-            "of 500 tokens"
-        ),
-    ] = False
+    guided_decoding_backend: Annotated[Literal["llguidance", "xgrammar", "none"], Setting(
+        "library for the grammars of guided decoding; xgrammar = llguidance, for older model repositories;"
+        " none = guided requests are refused")] = "llguidance"
+    kv_events_endpoint: Annotated[str, Setting(
+        "where the engine tells request routers which prefixes its cache has (ZeroMQ, in vLLM's form); engine"
+        " 1 takes the next port, and so on",
+        words=("none",), text="an address such as tcp://*:5557")] = "none"
+    kv_events_replay_endpoint: Annotated[str, Setting(
+        "where request routers ask for messages that they have missed (the latest 64 MiB are kept); engine 1"
+        " takes the next port, and so on", words=("none",), text="an address such as tcp://*:5558")] = "none"
+    kv_events_topic: Annotated[str, Setting(
+        "topic of these messages; {ip} is POD_IP or the host's address, {model} the checkpoint folder's name",
+        text="a text")] = "kv@{ip}:9000@{model}"
+    stats_check_period_ms: Annotated[int, Setting(
+        "how often the metrics are updated", low=1, high=60000)] = 100
+    profile_dir: Annotated[str, Setting(
+        "absolute path of a folder for the traces that POST /start_profile of the OpenAI API asks for, made"
+        " where there is none; none = such requests are not served", words=("none",))] = "none"
+    start_stall_minutes: Annotated[int, Setting(
+        "an engine without progress for this long during startup (no tensor read, no file compiled, no first"
+        " step) is ended, with a line in the log; 0 = never", low=0, high=10080)] = 30
+    compare_attention: Annotated[bool, Setting(
+        "for finding faults: run plain torch's attention next to the chosen one for the first 64 tokens of"
+        " each prompt, and log the largest error by layer. Steps are slow then, and none is a graph")] = False
+    check_invariants: Annotated[bool, Setting(
+        "for finding faults: check in every step that each block and slot has one owner; otherwise the engine"
+        " logs it and ends, to be restarted. Costs 0.1 to 0.6 ms a step for each running sequence of 500"
+        " tokens")] = False
+    # fmt: on
 
     @classmethod
     def from_parameters(cls, parameters: dict[str, str]) -> EngineConfig:
