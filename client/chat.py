@@ -340,30 +340,22 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--form", choices=FORMS, help="triton: how to write the conversation (default: plain)")
     p.add_argument("--system", default="", help="system prompt")
     p.add_argument(
-        "--max-tokens",
-        type=integer(1, INT32[1]),
-        metavar="N",
+        "--max-tokens", type=integer(1, INT32[1]), metavar="N",
         help=f"most tokens of an answer (default: {MAX_TOKENS})",
-    )
+    )  # fmt: skip
     p.add_argument("--temperature", type=finite, metavar="X", help="0: greedy (default: the server's)")
     p.add_argument(
         "--top-p", type=finite, metavar="X", help="share of the likeliest tokens (default: the server's)"
     )
     p.add_argument(
-        "--extra-body",
-        type=json_object,
-        default={},
-        metavar="JSON",
+        "--extra-body", type=json_object, default={}, metavar="JSON",
         help='fields laid over each request, such as {"top_k": 5}',
-    )
+    )  # fmt: skip
     p.add_argument("--api-key-env", metavar="NAME", help="environment variable with the API's key")
     p.add_argument(
-        "--timeout",
-        type=seconds,
-        default=300.0,
-        metavar="S",
+        "--timeout", type=seconds, default=300.0, metavar="S",
         help="give up after so many seconds without an answer (default: %(default)g)",
-    )
+    )  # fmt: skip
     args = p.parse_args(argv)
     if args.form and args.backend != "triton":
         p.error("argument --form: an OpenAI server applies its chat template; --form is for --backend triton")

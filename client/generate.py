@@ -44,26 +44,19 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--model", metavar="NAME", default="ensemble", help="the server's model (default: %(default)s)"
     )
     p.add_argument(
-        "--max-tokens",
-        type=integer(*INT32),
-        metavar="N",
-        default=128,
+        "--max-tokens", type=integer(*INT32), metavar="N", default=128,
         help="most tokens of the answer (default: %(default)s)",
-    )
+    )  # fmt: skip
     p.add_argument("--min-tokens", type=integer(*INT32), metavar="N", help="fewest tokens of the answer")
     p.add_argument(
-        "--temperature",
-        type=finite,
-        metavar="X",
+        "--temperature", type=finite, metavar="X",
         help="of sampling; 0: greedy (default: greedy, unless --top-k, --top-p or --seed ask for sampling)",
-    )
+    )  # fmt: skip
     p.add_argument("--top-k", type=integer(*INT32), metavar="N", help="sample from the N likeliest tokens")
     p.add_argument(
-        "--top-p",
-        type=finite,
-        metavar="X",
+        "--top-p", type=finite, metavar="X",
         help="sample from the likeliest tokens that together have this probability",
-    )
+    )  # fmt: skip
     p.add_argument(
         "--seed", type=integer(*UINT64), metavar="N", help="of sampling; the same one gives the same tokens"
     )
@@ -71,17 +64,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--repetition-penalty", type=finite, metavar="X", help="over 1: fewer repetitions (default: 1)"
     )
     p.add_argument(
-        "--presence-penalty",
-        type=finite,
-        metavar="X",
+        "--presence-penalty", type=finite, metavar="X",
         help="over 0: fewer tokens that were there before (default: 0)",
-    )
+    )  # fmt: skip
     p.add_argument(
-        "--frequency-penalty",
-        type=finite,
-        metavar="X",
+        "--frequency-penalty", type=finite, metavar="X",
         help="the same, counting how often they were (default: 0)",
-    )
+    )  # fmt: skip
     p.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="ends the answer; may be repeated"
     )
@@ -93,12 +82,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--timing", action="store_true", help="print time to first chunk and chunks/s to standard error"
     )
     p.add_argument(
-        "--timeout",
-        type=seconds,
-        metavar="S",
-        default=300.0,
+        "--timeout", type=seconds, metavar="S", default=300.0,
         help="give up after so many seconds without an answer (default: %(default)g)",
-    )
+    )  # fmt: skip
     args = p.parse_args(argv)
     sampling = [name for name in ("top_k", "top_p", "seed") if getattr(args, name) is not None]
     if args.temperature == 0 and sampling:

@@ -253,19 +253,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--requests", type=integer(1), metavar="N", help=f"conversations of that file (default: {REQUESTS})"
     )
     parser.add_argument(
-        "--batches",
-        type=batch_sizes,
-        default="1,16,64,256",
-        metavar="N,...",
+        "--batches", type=batch_sizes, default="1,16,64,256", metavar="N,...",
         help='sequences of the decode steps to time; "": none (default: %(default)s)',
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--lengths",
-        default="",
-        metavar="PROMPT/OUTPUT[xREQUESTS],...",
+        "--lengths", default="", metavar="PROMPT/OUTPUT[xREQUESTS],...",
         help="tokens of prompt and answer of loads, all at once; without xREQUESTS as many requests as run at"
         " the same time",
-    )
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
     options = parser.parse_args(argv)
     if options.sharegpt is not None and not options.sharegpt.is_file():

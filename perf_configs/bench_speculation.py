@@ -122,11 +122,9 @@ def table(rows: list[Row]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argument_parser("perf_configs.bench_speculation", __doc__)
     parser.add_argument(
-        "--case",
-        action="append",
-        metavar="DIR[,KNOB=VALUE...]",
+        "--case", action="append", metavar="DIR[,KNOB=VALUE...]",
         help="a checkpoint folder, of which config.json is enough, and knobs of the engine; may be repeated",
-    )
+    )  # fmt: skip
     parser.add_argument("--drafts", type=integer(1), default=3, metavar="K", help="a step (default: 3)")
     parser.add_argument(
         "--batches", type=integers(1), default=[1, 4, 16, 64, 256], metavar="N,...", help="sequences at once"

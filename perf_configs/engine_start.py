@@ -39,18 +39,13 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Which engine: --model, --load-format and --set."""
     parser.add_argument("--model", metavar="DIR", required=True, help="checkpoint folder")
     parser.add_argument(
-        "--load-format",
-        default="dummy",
-        choices=["auto", "dummy"],
+        "--load-format", default="dummy", choices=["auto", "dummy"],
         help="weights: random (dummy), or the checkpoint's (default: %(default)s)",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KNOB=VALUE",
+        "--set", action="append", default=[], metavar="KNOB=VALUE",
         help="a knob of the engine; may be repeated",
-    )
+    )  # fmt: skip
 
 
 def parameters_from(

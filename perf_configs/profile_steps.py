@@ -87,17 +87,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argument_parser("perf_configs.profile_steps", __doc__)
     add_engine_options(parser)
     parser.add_argument(
-        "--steps",
-        default=",".join(f"{rows}/{prompt}" for rows, prompt in SHAPES),
-        metavar="ROWS/PROMPT,...",
+        "--steps", default=",".join(f"{rows}/{prompt}" for rows, prompt in SHAPES), metavar="ROWS/PROMPT,...",
         help="decode rows and tokens of a prompt beside them (default: %(default)s)",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--context",
-        type=integer(1),
-        metavar="N",
+        "--context", type=integer(1), metavar="N",
         help=f"tokens of context of each decode row (default: {CONTEXT})",
-    )
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="FILE", help="write what is printed to a file, too")
     options = parser.parse_args(argv)
     try:

@@ -65,11 +65,9 @@ def argument_parser() -> argparse.ArgumentParser:
         allow_abbrev=False, prog="python -m perf_configs.run", description=(__doc__ or "").split("\n")[0]
     )
     p.add_argument(
-        "--model-dir",
-        type=named_folder,
-        metavar="DIR",
+        "--model-dir", type=named_folder, metavar="DIR",
         help="checkpoint folder (config.json and tokenizer.json suffice); bundled: the package's small one",
-    )
+    )  # fmt: skip
     p.add_argument(
         "--sharegpt", type=Path, metavar="FILE", help="ShareGPT-style JSON; needed by rows with that dataset"
     )
@@ -82,12 +80,9 @@ def argument_parser() -> argparse.ArgumentParser:
         help="rows to run, by the names of files in scenarios/ (default: all that compare servers)",
     )  # fmt: skip
     p.add_argument(
-        "--repeats",
-        type=integer(1),
-        default=1,
-        metavar="N",
+        "--repeats", type=integer(1), default=1, metavar="N",
         help="runs of each row and rate (default: %(default)s)",
-    )
+    )  # fmt: skip
     p.add_argument(
         "--load-format", choices=("dummy", "auto"), default="dummy",
         help="weights of all servers: random (dummy), or the checkpoint's (default: %(default)s)",
@@ -104,26 +99,17 @@ def argument_parser() -> argparse.ArgumentParser:
         help="a knob of ours, over the profile's; may be repeated",
     )  # fmt: skip
     p.add_argument(
-        "--port",
-        type=integer(1, 65533),
-        metavar="PORT",
-        default=8300,
+        "--port", type=integer(1, 65533), metavar="PORT", default=8300,
         help="HTTP port; the next two are used as well (default: %(default)s)",
-    )
+    )  # fmt: skip
     p.add_argument(
-        "--time-limit",
-        type=seconds,
-        metavar="S",
-        default=1800.0,
+        "--time-limit", type=seconds, metavar="S", default=1800.0,
         help="seconds for the whole call; rows that no longer fit are left out (default: %(default)g)",
-    )
+    )  # fmt: skip
     p.add_argument(
-        "--workers",
-        type=integer(0),
-        metavar="N",
-        default=0,
+        "--workers", type=integer(0), metavar="N", default=0,
         help="processes that send (default: 0, which is half the cores, at most 8)",
-    )
+    )  # fmt: skip
     p.add_argument(
         "--check-tokens",
         action="store_true",

@@ -37,21 +37,15 @@ def main(argv: list[str] | None = None) -> int:
         help="such as sm_90, for a machine without the GPU; without it, this machine's GPUs",
     )
     parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="DIR",
+        "--output", type=Path, metavar="DIR",
         help="copy the libraries there, too, for an image: the engine finds them by"
         " FLASHINFER_BACKEND_KERNELS=DIR",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--set",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="KNOB=VALUE",
+        "--set", nargs="+", action="extend", default=[], metavar="KNOB=VALUE",
         help="knobs as they will be served; dtype, quantization, attention_backend, kv_cache_dtype,"
         " tokens_per_block and tensor_parallel_size count",
-    )
+    )  # fmt: skip
     options = parser.parse_args(argv)
     if options.arch:
         os.environ["FLASHINFER_CUDA_ARCH_LIST"] = options.arch  # FlashInfer reads it when it is imported

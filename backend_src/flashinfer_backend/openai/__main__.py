@@ -33,46 +33,31 @@ def main(argv: list[str] | None = None) -> int:
         "--model", metavar="DIR", help=f"a checkpoint folder, or {BUNDLED!r} for the small one"
     )
     engine.add_argument(
-        "--llm-config",
-        type=Path,
-        metavar="FILE",
+        "--llm-config", type=Path, metavar="FILE",
         help="llm/config.pbtxt of a model repository that build.py wrote: the engine's settings",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--set",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="KNOB=VALUE",
+        "--set", nargs="+", action="extend", default=[], metavar="KNOB=VALUE",
         help="knobs of the engine to start (docs/knobs.md)",
-    )
+    )  # fmt: skip
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=port_number, metavar="PORT", default=9000, help="default: 9000")
     for name, settings in API_ARGUMENTS.items():
         parser.add_argument(f"--{name}", **settings)
     parser.add_argument(
-        "--restarts",
-        type=count,
-        metavar="N",
-        default=RESTARTS,
+        "--restarts", type=count, metavar="N", default=RESTARTS,
         help="give up after N restarts of a process in a row of which none lived for a minute;"
         " 0: never (default: %(default)s)",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--drain-seconds",
-        type=whole_seconds,
-        metavar="S",
-        default=30,
+        "--drain-seconds", type=whole_seconds, metavar="S", default=30,
         help="seconds that running requests may go on after SIGTERM (default: %(default)s)",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--stalled-client-seconds",
-        type=whole_seconds,
-        metavar="S",
-        default=STALLED_S,
+        "--stalled-client-seconds", type=whole_seconds, metavar="S", default=STALLED_S,
         help="cut a client that has read nothing of its answer for S seconds; 0: never"
         " (default: %(default)s)",
-    )
+    )  # fmt: skip
     options = parser.parse_args(argv)
     try:
         check_packages()

@@ -44,12 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--model", required=True, metavar="DIR", help="checkpoint folder")
     parser.add_argument(
-        "--output",
-        required=True,
-        metavar="FILE",
-        type=Path,
+        "--output", required=True, metavar="FILE", type=Path,
         help="file to write; if it is there, its numbers are read first",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--quick", action="store_true", help=f"{QUICK_LAYERS} layers, few sizes and no search: a minute or so"
     )
@@ -64,19 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="only the decode kernel, over a cache of such elements",
     )
     parser.add_argument(
-        "--tensor-parallel-size",
-        type=whole(1),
-        choices=(1, 2, 4, 8),
-        default=1,
+        "--tensor-parallel-size", type=whole(1), choices=(1, 2, 4, 8), default=1,
         help="the part of the model that each of so many GPUs has; one GPU is enough to measure it",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--tokens",
-        type=sizes,
-        metavar="LIST",
+        "--tokens", type=sizes, metavar="LIST",
         help="sizes of steps, such as 16,32,64: fields are chosen for these alone, and the gated kernel's"
         " numbers stay",
-    )
+    )  # fmt: skip
     parser.add_argument("--layers", type=whole(1), help="how many of the model's layers")
     parser.add_argument(
         "--seconds", type=some_seconds, help="after which what is not measured keeps its numbers"
