@@ -149,14 +149,9 @@ def run_load(
     model = load.model or DEFAULT_MODELS[load.backend]
     types = grpc_wire.input_types(load.target, model) if load.backend == "triton-grpc" else None
     form = BodyForm(
-        load.backend,
-        model,
-        load.ignore_eos,
-        load.check_tokens,
-        load.extra_body,
-        types,
+        load.backend, model, load.ignore_eos, load.check_tokens, load.extra_body, types,
         load.priority_per_output_token,
-    )
+    )  # fmt: skip
     arrivals = arrival_times(
         len(prompts), load.request_rate, load.seed, burstiness=load.burstiness, ramp=load.ramp
     )

@@ -155,19 +155,11 @@ class PagedMetadata:
     def gather(self, block_table: Tensor, entry: PinnedEntry, packed: bool) -> None:
         """Write the uploaded rows' blocks from block_table[slots, columns] (int32) to `indices`."""
         _gather_blocks[(self._rows, triton.cdiv(entry.max_blocks, _GATHERED))](
-            block_table,
-            self._device[4 * self._segment :],
-            self._device[3 * self._segment :],
-            self._device[self._segment :],
-            self._device[5 * self._segment :],
-            self.indices,
-            block_table.stride(0),
-            self.max_blocks,
-            BLOCK_SIZE=self.block_size,
-            PACKED=packed,
-            COLUMNS=_GATHERED,
-            num_warps=2,
-        )
+            block_table, self._device[4 * self._segment :], self._device[3 * self._segment :],
+            self._device[self._segment :], self._device[5 * self._segment :], self.indices,
+            block_table.stride(0), self.max_blocks, BLOCK_SIZE=self.block_size, PACKED=packed,
+            COLUMNS=_GATHERED, num_warps=2,
+        )  # fmt: skip
 
     def _part(self, index: int, length: int) -> Tensor:
         return self._device[index * self._segment : index * self._segment + length]

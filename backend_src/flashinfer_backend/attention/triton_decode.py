@@ -160,21 +160,13 @@ def _decode(
         early_place = (early_block * BLOCK_SIZE + early % BLOCK_SIZE) * TOKEN + head * DIM
         size = tl.full([PREFETCH], DIM * BYTES, tl.int32)
         tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; // $0",
-            "=r,l,r",
-            [(k_cache + early_place).to(tl.int64), size],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+            "cp.async.bulk.prefetch.L2.global [$1], $2; // $0", "=r,l,r",
+            [(k_cache + early_place).to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
         tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; // $0",
-            "=r,l,r",
-            [(v_cache + early_place).to(tl.int64), size],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+            "cp.async.bulk.prefetch.L2.global [$1], $2; // $0", "=r,l,r",
+            [(v_cache + early_place).to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
     gdc_wait()
     group = tl.arange(0, GROUP)
     if FEEDS == 1:

@@ -217,16 +217,9 @@ def main(argv: list[str] | None = None) -> int:
         check_batch_sizes(repository)
         check_ordering(server, repository)
         args = command(
-            server,
-            repository,
-            address,
-            options.http_port,
-            options.grpc_port,
-            options.metrics_port,
-            opened=options.open,
-            drain_s=options.drain_seconds,
-            shm_prefix=options.shm_prefix,
-        )
+            server, repository, address, options.http_port, options.grpc_port, options.metrics_port,
+            opened=options.open, drain_s=options.drain_seconds, shm_prefix=options.shm_prefix,
+        )  # fmt: skip
         door.configure(repository)
     except (ServeError, AddressError) as error:
         print(f"serve: {error}", file=sys.stderr)

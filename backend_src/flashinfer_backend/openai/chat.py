@@ -175,18 +175,9 @@ class Turn:
             await self.encode()
         self.prompt = shortened(self.prompt, request, door.limits)
         params = sampling_params(
-            request,
-            door.defaults,
-            door.limits,
-            self.tokens,
-            door.tokenizer.eos_id,
-            len(self.prompt),
-            max_tokens,
-            self.guide,
-            log_probs,
-            top,
-            adapter=door.adapter(request.model),
-        )
+            request, door.defaults, door.limits, self.tokens, door.tokenizer.eos_id, len(self.prompt),
+            max_tokens, self.guide, log_probs, top, adapter=door.adapter(request.model),
+        )  # fmt: skip
         pieces = door.decoder(skip_special_tokens=False)
 
         def reduce(prompt: np.ndarray, logits: memoryview) -> Raw:
@@ -209,13 +200,9 @@ class Turn:
         if self.tools.guide != NO_GUIDE:
             return ListReader()
         return formats.make_reader(
-            self.tool_format,
-            self.reasoning_format,
-            self.tools.schemas,
-            self.inside,
-            self.bound,
+            self.tool_format, self.reasoning_format, self.tools.schemas, self.inside, self.bound,
             self.calls_or_json,
-        )
+        )  # fmt: skip
 
 
 def _asked(messages: Sequence[Mapping[str, Any]]) -> str:
@@ -329,14 +316,10 @@ def read_chat(door: Door, body: bytes) -> tuple[ChatRequest, str, Turn]:
     conversation = Conversation(
         plain_messages(request.messages),
         read_tools(request.tools, request.tool_choice, request.parallel_tool_calls),
-        guide_of(request.response_format, request),
-        request.structured_outputs is None,
-        variables,
-        request.documents,
-        request.add_generation_prompt,
-        request.continue_final_message,
+        guide_of(request.response_format, request), request.structured_outputs is None, variables,
+        request.documents, request.add_generation_prompt, request.continue_final_message,
         request.add_special_tokens,
-    )
+    )  # fmt: skip
     turn = Turn(door, conversation, bool(request.stream))
     turn.prepare(request)
     return request, model, turn

@@ -100,18 +100,11 @@ async def completions(door: Door, asked: Asked) -> Response:
     rows = []
     for prompt in prompts:
         params = sampling_params(
-            request,
-            door.defaults,
-            limits,
-            asked.tokens,
-            door.tokenizer.eos_id,
-            len(prompt),
-            1 if request.max_tokens == 0 else request.max_tokens,
-            asked.guide,
-            request.logprobs is not None or count > n,
-            request.logprobs or 0,
+            request, door.defaults, limits, asked.tokens, door.tokenizer.eos_id, len(prompt),
+            1 if request.max_tokens == 0 else request.max_tokens, asked.guide,
+            request.logprobs is not None or count > n, request.logprobs or 0,
             adapter=door.adapter(request.model),
-        )
+        )  # fmt: skip
         params.context_logits = echoed or by_id is not None
         rows.append((generation_request(request, prompt, params, bool(request.stream), asked.guide), count))
     pieces = door.decoder(skip_special_tokens=False)  # of tokens by themselves

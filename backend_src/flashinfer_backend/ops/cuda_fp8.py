@@ -60,16 +60,9 @@ def product(
     tiling = choose(weight.role, len(x), weight.data)
     if tiling is not None and tiling.quantise and parts[0][1] is None:
         return linear(
-            x,
-            weight.data,
-            tiling,
-            norm.weight if norm else None,
-            norm.eps if norm else 0.0,
-            bias=bias,
-            residual=residual,
-            gated=gated,
-            scales=(None, weight.scale),
-        )
+            x, weight.data, tiling, norm.weight if norm else None, norm.eps if norm else 0.0, bias=bias,
+            residual=residual, gated=gated, scales=(None, weight.scale),
+        )  # fmt: skip
     elements, scales = triton_fp8.quantise_rows(x, parts[0][1], norm)
     alone = bias is None and residual is None  # the kernel adds neither
     if gated and alone and gated_linear.pays(len(x), fp8=True) and gated_linear.takes(weight.data):
@@ -115,14 +108,9 @@ def blocks_by_cublas(elements: Tensor, scales: Tensor, weight: Weight) -> Tensor
     https://docs.nvidia.com/cuda/cublas/#scaling-factors-layouts
     """
     return F.scaled_mm(
-        elements,
-        weight.data.t(),
-        scales,
-        F.ScalingType.BlockWise1x128,
-        fp8.cublas_block_scales(weight.scale),
-        F.ScalingType.BlockWise128x128,
-        output_dtype=torch.bfloat16,
-    )
+        elements, weight.data.t(), scales, F.ScalingType.BlockWise1x128,
+        fp8.cublas_block_scales(weight.scale), F.ScalingType.BlockWise128x128, output_dtype=torch.bfloat16,
+    )  # fmt: skip
 
 
 def _scaled(x: Tensor, weight: Weight, rows: slice, static: float | None) -> Tensor:

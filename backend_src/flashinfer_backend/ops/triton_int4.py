@@ -29,13 +29,9 @@ def _number(words, NIBBLE: tl.constexpr, BFLOAT16: tl.constexpr, NATIVE: tl.cons
     # words int16 [ROWS, W] -> one nibble of each, less MIDDLE.
     if NATIVE:
         number = tl.inline_asm_elementwise(
-            _asm(BFLOAT16, NIBBLE),
-            "=r,r",
-            [words],
-            dtype=tl.bfloat16 if BFLOAT16 else tl.float16,
-            is_pure=True,
-            pack=2,
-        )
+            _asm(BFLOAT16, NIBBLE), "=r,r", [words], dtype=tl.bfloat16 if BFLOAT16 else tl.float16,
+            is_pure=True, pack=2,
+        )  # fmt: skip
     else:
         kind: tl.constexpr = tl.bfloat16 if BFLOAT16 else tl.float16
         number = ((words >> (4 * NIBBLE) & 15) - _MIDDLE).to(tl.float32).to(kind)

@@ -18,10 +18,6 @@ def chosen(config: EngineConfig) -> MakeProposer | None:
 
 def _make_eagle3(config: EngineConfig, target: Transformer) -> Eagle3:
     return load_eagle3(
-        resolve_drafter_dir(config.draft_model),
-        target,
-        config.max_draft_len,
-        config.max_seq_len,
-        config.load_format,
-        fp8=config.quantization == "fp8",
-    )
+        resolve_drafter_dir(config.draft_model), target, config.max_draft_len, config.max_seq_len,
+        config.load_format, fp8=config.quantization == "fp8",
+    )  # fmt: skip

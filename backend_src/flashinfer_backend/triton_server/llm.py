@@ -67,25 +67,16 @@ class TritonPythonModel:
         self._adapters = AdapterNames(config, folder) if config.max_loras else None
         self._responder = Responder(pb_utils)
         self._engines = self._responder.engines = Engines(
-            folder,
-            config.replicas,
-            Keeper(folder, owner, config, stays=by_serve),
-            config.enable_kv_cache_reuse,
-            config.stats_check_period_ms / 1000,
-            on_stop=self._responder.stop,
-        )
+            folder, config.replicas, Keeper(folder, owner, config, stays=by_serve),
+            config.enable_kv_cache_reuse, config.stats_check_period_ms / 1000, on_stop=self._responder.stop,
+        )  # fmt: skip
         self._responder.seen = SeenTable(folder, os.getpid())
         self._standstill = Standstill(processes_dir(owner))
         self._responder.metrics = Metrics(
-            pb_utils,
-            self._name,
-            args["model_version"],
-            folder,
-            lambda: self._engines.statuses,
-            config.stats_check_period_ms / 1000,
-            self._standstill.held_up,
+            pb_utils, self._name, args["model_version"], folder, lambda: self._engines.statuses,
+            config.stats_check_period_ms / 1000, self._standstill.held_up,
             lambda: read_doors(processes_dir(owner)),
-        )
+        )  # fmt: skip
         name = self._parameters.get("postprocessing_model_name", "postprocessing")
         probe = self._responder.probe = postprocessing_probe(pb_utils, name)
         self._watch = ClientWatch(
