@@ -313,7 +313,7 @@ class World:
     @property
     def _for_adapters(self) -> list[Request]:
         """Those that wait for their adapter."""
-        return [request for request, _ in self.loop.adapters._waiting.entries]
+        return [request for request, _ in self.loop.adapters.entries]
 
     def replace_adapter(self, folder: str) -> None:
         """Its files are others, for requests that come from now on."""

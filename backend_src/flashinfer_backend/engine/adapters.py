@@ -36,12 +36,13 @@ class Place:
     root: bytes = b""
 
 
-class AdapterPreparation:
+class AdapterPreparation(Waiting[tuple[float, Key | str]]):
     """Requests with an adapter, from their submission until it has a place on the device. An adapter keeps
     its place while a request has it; then the one that was used longest ago makes room.
 
     A request whose adapter has no place yet is overtaken by those whose adapter has one, but only for
-    PATIENCE_S: then it comes first."""
+    PATIENCE_S: then it comes first. `entries` say since when each waits, and for which adapter, or what is
+    wrong with that."""
 
     poll_ms = 2
     overtaken = True
@@ -54,19 +55,15 @@ class AdapterPreparation:
     ) -> None:
         """load: as AdapterLoader.load, on every rank; None: the engine has no room for adapters.
         open_requests: those that have gone through here and have not ended."""
+        super().__init__()
         self._load, self._open_requests = load, open_requests
         self._places = [Place(number) for number in range(count)]
-        # Since when a request waits, and for which adapter, or what is wrong with that.
-        self._waiting: Waiting[tuple[float, Key | str]] = Waiting()
         self.loads = 0
-
-    def __len__(self) -> int:
-        return len(self._waiting)
 
     @property
     def waiting(self) -> list[str]:
         """Folders of the adapters that requests wait for."""
-        return sorted({request.params.adapter for request, _ in self._waiting.entries})
+        return sorted({request.params.adapter for request, _ in self.entries})
 
     def needed(self, params: SamplingParams) -> bool:
         return bool(params.adapter)
@@ -79,22 +76,13 @@ class AdapterPreparation:
         except OSError as error:
             key = f"the adapter {folder} cannot be read: {error.strerror or error}"
         self._forget_failed(key)
-        self._waiting.add(request, (time.monotonic(), key))
-
-    def cancel(self, handle: int) -> Request | None:
-        return self._waiting.cancel(handle)
-
-    def drop_late(self, now_ns: int) -> list[Request]:
-        return self._waiting.drop_late(now_ns)
-
-    def drop_stub(self, pid: int) -> None:
-        self._waiting.drop_stub(pid)
+        self.add(request, (time.monotonic(), key))
 
     def ready(self) -> Iterator[tuple[Request, str | None]]:
         """Requests whose adapter is on the device, or with what is wrong with it."""
         now, full, impatient = time.monotonic(), False, False
         earlier: set[Key] = set()
-        for request, (since, key) in self._waiting.entries:
+        for request, (since, key) in self.entries:
             if isinstance(key, str):
                 self.cancel(request.handle)
                 yield request, key
@@ -144,7 +132,7 @@ class AdapterPreparation:
             future = place.future
             if place.key != key or future is None or not future.done() or future.exception() is None:
                 continue
-            if not any(key == other for _, (_, other) in self._waiting.entries):
+            if not any(key == other for _, (_, other) in self.entries):
                 place.key = place.future = None
 
     def _begin(self, key: Key, earlier: set[Key]) -> None:

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 MOST_THREADS = 8
 
 
-class GrammarPreparation:
+class GrammarPreparation(Waiting[Future[Grammar]]):
     """Guided requests from their submission until their grammars are there.
 
     The limits of GrammarCompiler bound what each takes: a millisecond, or half a second of the largest.
@@ -31,16 +31,13 @@ class GrammarPreparation:
     overtaken = False
 
     def __init__(self, model_dir: str, vocab_size: int, enabled: bool = True) -> None:
+        super().__init__(left=Future.cancel)
         self._compiler = GrammarCompiler(model_dir, vocab_size)
         threads = min(MOST_THREADS, max(2, len(os.sched_getaffinity(0)) - 2))
         self._threads = ThreadPoolExecutor(threads, "grammar")
-        self._waiting: Waiting[Future[Grammar]] = Waiting(left=Future.cancel)
         self._done: deque[tuple[Request, Future[Grammar]]] = deque()  # some may not be wanted any more
         if enabled and (resolve_model_dir(model_dir) / "tokenizer.json").is_file():
             self._threads.submit(self._load)
-
-    def __len__(self) -> int:
-        return len(self._waiting)
 
     def needed(self, params: SamplingParams) -> bool:
         return bool(params.grammar_type)
@@ -50,25 +47,16 @@ class GrammarPreparation:
         future = self._threads.submit(
             self._compiler.compile, params.grammar_type, params.grammar, params.end_id
         )
-        self._waiting.add(request, future)
+        self.add(request, future)
         future.add_done_callback(lambda _: self._done.append((request, future)))
-
-    def cancel(self, handle: int) -> Request | None:
-        return self._waiting.cancel(handle)
-
-    def drop_late(self, now_ns: int) -> list[Request]:
-        return self._waiting.drop_late(now_ns)
-
-    def drop_stub(self, pid: int) -> None:
-        self._waiting.drop_stub(pid)
 
     def ready(self) -> Iterator[tuple[Request, str | None]]:
         """Requests that need not wait any more: with their grammar in place, or with what is wrong."""
         while self._done:
             request, future = self._done.popleft()
-            if not self._waiting.holds(request):
+            if not self.holds(request):
                 continue
-            self._waiting.cancel(request.handle)
+            self.cancel(request.handle)
             try:
                 request.grammar = future.result()
             except Exception as error:
