@@ -81,7 +81,6 @@ def request_rate(text: str) -> float:
 
 
 def rates(text: str) -> list[float]:
-    """Rates separated by commas."""
     return [request_rate(each) for each in text.split(",")]
 
 
@@ -186,7 +185,6 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def http_url(text: str) -> str:
-    """The base address of a server."""
     try:
         parts = urllib.parse.urlsplit(text)
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

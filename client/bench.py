@@ -67,7 +67,6 @@ class Bench:
         return load_prompts(self.spec, self.tokenizer, count, seed, **self.lengths)
 
     def time_limit(self, point: Point) -> float:
-        """Seconds for one run."""
         if self.args.time_limit is not None:
             return float(self.args.time_limit)
         if self.args.find_rate:  # where requests pile up they have as long again to end

@@ -105,7 +105,6 @@ class Answer:
     stopped: bool = False
 
     def statistics(self) -> str:
-        """One line."""
         count = self.chunks if self.tokens is None else self.tokens
         unit = "chunks" if self.tokens is None else "tokens"
         words = [f"{count} {unit}"]
@@ -186,7 +185,6 @@ class Terminal:
         return f"\x1b[2m{text}\x1b[0m" if self._colour else text
 
     def say(self, text: str) -> None:
-        """A line of the program's own."""
         print(self._dim(text), flush=True)
 
     def read(self) -> str | None:

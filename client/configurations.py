@@ -23,7 +23,6 @@ SHORT_HASH = 6
 
 
 def base_label(run: Run) -> str:
-    """Server and variant."""
     return f"{run['server']}:{run['variant']}" if run.get("variant") else str(run["server"])
 
 

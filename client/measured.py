@@ -36,7 +36,6 @@ class Measured:
 
     @property
     def load(self) -> str:
-        """In a few words."""
         words = [f"row {self.row}"] if self.row else []
         if self.ramp is not None or self.rate is not None:
             words.append(f"{self.ramp or format(self.rate, 'g')} req/s")

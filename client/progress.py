@@ -29,7 +29,6 @@ class Counters:
         return mine
 
     def of(self, index: int) -> RequestCount:
-        """Counts one request."""
         return RequestCount(self._rows, self._ttft, self._base, index)
 
     def snapshot(self, seconds: float) -> Snapshot:

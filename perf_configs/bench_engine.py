@@ -125,7 +125,6 @@ class Driver:
             self.step()
 
     def stop(self) -> None:
-        """End all requests where they are."""
         for request in list(self.core.scheduler.requests.values()):
             self.core.scheduler.release(request)
         self.drain()

@@ -286,7 +286,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def line(steps: float, began: Any, ended: Any) -> str:
-    """A line of the table."""
     seconds, tokens, chunks = (after - before for before, after in zip(began[:3], ended[:3], strict=True))
     shares = [
         [(after - before) / seconds for before, after in zip(*group, strict=True)]

@@ -55,7 +55,6 @@ class Row(NamedTuple):
 
     @property
     def required(self) -> float:
-        """The least ratio."""
         dense = "a3b" not in self.case
         if dense and self.accepted >= 2.5 and self.batch in (1, 16):
             return 1.9 if self.batch == 1 else 1.3

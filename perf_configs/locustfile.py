@@ -98,7 +98,6 @@ class Reader(HttpUser):
             Reader.answered += 1
 
     def send(self, options: argparse.Namespace) -> None:
-        """One request, reported to Locust."""
         backend, model = options.backend, options.model or DEFAULT_MODELS[options.backend]
         prompt = " ".join(self.random.choices(WORDS, k=self.random.randint(*options.prompt_words)))
         tokens = self.random.randint(*options.output_len)

@@ -163,7 +163,6 @@ def _check_prefix_caching(
 
 
 def knob_values(knobs: Sequence[str]) -> dict[str, str]:
-    """The values of `name=value` texts."""
     return dict(knob.partition("=")[::2] for knob in knobs)
 
 

@@ -41,7 +41,6 @@ CHATS = (
 
 
 def call(url: str, path: str, body: Any = None) -> bytes:
-    """The answer's body."""
     data = None if body is None else json.dumps(body).encode()
     with urllib.request.urlopen(urllib.request.Request(url + path, data), timeout=500) as answer:
         return bytes(answer.read())

@@ -61,7 +61,6 @@ class Engine:
 
 
 def play(routing: str, options: argparse.Namespace, folder: Path) -> str:
-    """One line of the table."""
     rng = np.random.default_rng(options.seed)
     engines = [Engine(number, options.blocks) for number in range(options.engines)]
     routers: list[tuple[Router, list[Any]]] = []

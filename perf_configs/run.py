@@ -154,7 +154,6 @@ class Benchmark:
         self.document = results.merge(results.existing(self.path))
 
     def remaining(self) -> float:
-        """Seconds left for measuring."""
         return self.deadline - time.monotonic()
 
     def expected(self) -> str:

@@ -75,7 +75,6 @@ class ServerSpec:
 
     @property
     def label(self) -> str:
-        """Name and variant."""
         return f"{self.name}:{self.variant}" if self.variant else self.name
 
     @property
@@ -290,7 +289,6 @@ def server_version(url: str, spec: ServerSpec) -> str:
 
 
 def tail(path: Path, lines: int = 40) -> str:
-    """The last lines of a log."""
     return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
 
 

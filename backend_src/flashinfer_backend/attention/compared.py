@@ -27,7 +27,6 @@ class ComparedAttention:
         self._mixer, self._reference, self._layers = mixer, reference, layers
 
     def step(self, batch: AttentionBatch) -> Prepared:
-        """Prepare one step of both."""
         prepared = self._mixer.step(batch)
         starts = np.cumsum(batch.q_lens) - batch.q_lens
         begin = np.flatnonzero((batch.q_lens == batch.kv_lens) & (batch.q_lens > 1))

@@ -30,7 +30,6 @@ class GroupedAttention:
         self._groups = groups
 
     def step(self, batch: AttentionBatch) -> Prepared:
-        """Prepare one step."""
         prepared = [g.attention.step(replace(batch, block_table=g.block_table)) for g in self._groups]
         return _ByLayer(self._groups, prepared)
 

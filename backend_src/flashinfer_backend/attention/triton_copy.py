@@ -71,5 +71,4 @@ class Copies:
         self.indices = torch.arange(rooms, dtype=torch.int32, device=where)
 
     def write(self, cache: tuple[Tensor, Tensor], indices: Tensor, kv_indptr: Tensor, rows: int) -> None:
-        """As copy_blocks, to the scratch."""
         copy_blocks(cache, self.layer, indices, kv_indptr, rows)

@@ -318,7 +318,6 @@ def _row(knob: Knob) -> tuple[str, str, str, str, str, str]:
 
 
 def text_table() -> str:
-    """All knobs, for a terminal."""
     blocks = []
     for knob in KNOBS:
         name, default, expected, models, trt_name, meaning = _row(knob)

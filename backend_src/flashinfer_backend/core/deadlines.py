@@ -80,6 +80,5 @@ class Waiting(Generic[T]):
         return late
 
     def drop_stub(self, pid: int) -> None:
-        """Forget all requests of a stub."""
         for handle in [handle for handle in self._entries if handle >> 32 == pid]:
             self.cancel(handle)

@@ -42,7 +42,6 @@ class Gate:
 
     @property
     def waiting(self) -> int:
-        """How many wait."""
         return len(self._waiting)
 
     def enter(self, place: Place) -> bool:

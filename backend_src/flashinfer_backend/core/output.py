@@ -21,5 +21,4 @@ def write(target: int, data: bytes) -> None:
 
 
 def say(text: str, target: int = 2) -> None:
-    """A line, or several."""
     write(target, f"{text}\n".encode(errors="backslashreplace"))

@@ -108,7 +108,6 @@ class KVEvents:
         manager.pools[0].on_removed = self.removed
 
     def stored(self, request: Request, column: int) -> None:
-        """As CacheEvents.stored."""
         size, keys = self._block_size, request.block_keys
         if request.slot >= 0:
             tokens = self._table.tokens[request.slot, column * size : (column + 1) * size].tolist()

@@ -67,7 +67,6 @@ class LogitsRoom:
         self._deadlines = Deadlines()  # of those that wait
 
     def __len__(self) -> int:
-        """How many wait."""
         return self._room.waiting + self._turns.waiting + len(self._ready)
 
     def __iter__(self) -> Iterator[Request]:
@@ -127,7 +126,6 @@ class LogitsRoom:
         return entry.request if waits else None
 
     def drop_late(self, now_ns: int) -> list[Request]:
-        """Forget and return who waits and whose deadline, of the monotonic clock, is `now_ns` or before."""
         return self._forget([request.handle for request in self._deadlines.late(now_ns)])
 
     def drop_stub(self, pid: int) -> None:

@@ -59,7 +59,6 @@ class Preparations:
         self._line, self._scheduler, self._refuse = line, scheduler, refuse
 
     def __len__(self) -> int:
-        """How many wait."""
         return sum(map(len, self._line))
 
     @property
@@ -89,11 +88,9 @@ class Preparations:
         return next(filter(None, [each.cancel(handle) for each in self._line]), None)
 
     def drop_late(self, now_ns: int) -> list[Request]:
-        """Forget and return who waits and whose deadline, of the monotonic clock, is `now_ns` or before."""
         return [request for each in self._line for request in each.drop_late(now_ns)]
 
     def drop_stub(self, pid: int) -> None:
-        """Forget all requests of a stub."""
         for each in self._line:
             each.drop_stub(pid)
 

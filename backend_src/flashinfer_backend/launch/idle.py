@@ -66,7 +66,6 @@ class Idleness:
         return False
 
     def close(self) -> None:
-        """Leaves the engines."""
         for engine in self._engines:
             with contextlib.suppress(zmq.ZMQError):
                 engine.send(protocol.encode(protocol.Goodbye(os.getpid())), zmq.NOBLOCK)

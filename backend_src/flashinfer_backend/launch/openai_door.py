@@ -102,7 +102,6 @@ class OpenAiDoor:
             self._parent.stop()
 
     def close(self) -> None:
-        """Ends it and waits for that."""
         self.stop()
         if self._thread is not None:
             self._thread.join()

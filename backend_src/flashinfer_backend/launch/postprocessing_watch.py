@@ -46,7 +46,6 @@ class PostprocessingWatch:
         return asked_at is not None and time.monotonic() > asked_at + self._answer_s
 
     def close(self) -> None:
-        """Asks no more."""
         self._ended.set()
 
     def _work(self) -> None:

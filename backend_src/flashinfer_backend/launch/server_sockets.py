@@ -144,7 +144,6 @@ def _client(number: int, sock: socket.socket) -> _Client | None:
 
 
 def _listens(sock: socket.socket) -> bool:
-    """Whether it listens for TCP connections."""
     with contextlib.suppress(OSError):
         if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
             return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
@@ -165,7 +164,6 @@ def _widen(sock: socket.socket, most: int) -> bool:
 
 
 def _limit(sock: socket.socket, seconds: int) -> bool:
-    """Whether it listens for TCP connections."""
     with contextlib.suppress(OSError):
         if _listens(sock):
             cut_stalled_clients(sock, seconds)

@@ -34,7 +34,6 @@ Body = Callable[[], Awaitable[Mapping[str, Any]]]
 
 
 def event(content: Any) -> bytes:
-    """One server-sent event."""
     return b"data: " + encode(content) + b"\n\n"
 
 

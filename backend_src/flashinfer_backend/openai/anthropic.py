@@ -312,12 +312,10 @@ class _Reply:
         return tokens
 
     async def body(self) -> dict[str, Any]:
-        """The whole answer."""
         stops = [stop async for _, stop in self._changes()]
         return self._message(stops[-1])
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The answer as it comes."""
         begun = False
         async for changes, stop in self._changes():
             if not begun:  # once the engine has taken the request

@@ -194,7 +194,6 @@ class Turn:
         self.streams = door.generate([(row, n)], self.skip_special_tokens, reduce)
 
     def reader(self) -> Reader:
-        """For one sequence's text."""
         if self.tools.named is not None:
             return NamedReader(self.tools.named)
         if self.tools.guide != NO_GUIDE:
@@ -212,7 +211,6 @@ def _asked(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def render(door: Door, conversation: Conversation) -> str:
-    """The text of a conversation's prompt."""
     return door.render(
         conversation.messages,
         tools=conversation.tools.shown or None,
@@ -396,7 +394,6 @@ class _Reply:
         return [_log_prob(one) for one in token_log_probs(chunk, self._decoder, top)]
 
     async def body(self) -> dict[str, Any]:
-        """The whole answer."""
         events: list[list[Event]] = [[] for _ in self._answers]
         probs: list[list[dict[str, Any]]] = [[] for _ in self._answers]
         ids: list[list[int]] = [[] for _ in self._answers]
@@ -427,7 +424,6 @@ class _Reply:
         return body
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The answer as it comes."""
         request, options = self._request, self._request.stream_options
         usage = options is not None and options.include_usage
         always = options is not None and options.continuous_usage_stats

@@ -215,7 +215,6 @@ class _Reply:
         return (lists or TokenLists(self._pieces, self._decoder)).json()
 
     async def body(self) -> dict[str, Any]:
-        """The whole answer."""
         request, n = self._request, self._request.n or 1
         found: list[tuple[float, dict[str, Any]]] = [(0.0, {}) for _ in self._streams.all]
         async for stream, chunk in self._streams:
@@ -259,7 +258,6 @@ class _Reply:
         return self._decoder.delta([], stream.row.prompt.tolist(), last=self._request.max_tokens == 0)
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The answer as it comes."""
         request, options = self._request, self._request.stream_options
         usage = options is not None and options.include_usage
         always = options is not None and options.continuous_usage_stats

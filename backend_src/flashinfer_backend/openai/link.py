@@ -246,7 +246,6 @@ class Streams:
         self._left = False
 
     def arrived(self, stream: Stream) -> None:
-        """Something has arrived for a stream."""
         chunk = None
         if not stream.row.streaming:  # there is nothing to send before the end
             chunk = stream.take()
@@ -262,7 +261,6 @@ class Streams:
         self._wake()
 
     def cancel(self) -> None:
-        """Ends what still runs."""
         for stream in reversed(self.all):  # or the place of one that waits would go to the next
             if stream.logits is not None:
                 stream.logits.abandon()

@@ -418,13 +418,11 @@ class _Reply:
         return sum(map(len, self._turn.door.tokenizer.encode_batch(texts, False)))
 
     async def body(self) -> dict[str, Any]:
-        """The whole answer."""
         async for _ in self._changes():
             pass
         return self._done()
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The answer as it comes."""
         begun = False
         async for change in self._changes():
             if not begun:  # once the engine has taken the request

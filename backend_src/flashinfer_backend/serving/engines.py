@@ -144,7 +144,6 @@ class Engines:
         self._of(handle).cancel(handle)
 
     def freed(self, handle: int) -> None:
-        """Endpoint.freed of the sequence's engine."""
         self._of(handle).freed(handle)
 
     def tell_stop(self, request_id: str) -> None:

@@ -25,7 +25,6 @@ class SequenceTiming:
         self.counted = False
 
     def token(self) -> None:
-        """A token has arrived."""
         now = time.monotonic()
         if self.tokens:
             self.longest = max(self.longest, now - self.last)

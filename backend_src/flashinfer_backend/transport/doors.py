@@ -39,7 +39,6 @@ class Doors:
                 self._write()
 
     def close(self) -> None:
-        """Removes the file."""
         self._file.unlink(missing_ok=True)
 
     def _write(self) -> None:

@@ -103,7 +103,6 @@ class Endpoint:
 
     @property
     def open_sequences(self) -> int:
-        """This process's sequences in the engine."""
         return len(self._sinks)
 
     @property

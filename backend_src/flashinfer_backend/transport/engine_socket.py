@@ -115,7 +115,6 @@ class EngineSocket:
         return True
 
     def forget(self, pid: int) -> None:
-        """A stub has left."""
         self._identity.pop(pid, None)
         self._watching.discard(pid)
         self._stubs.pop(pid, None)

@@ -32,7 +32,6 @@ class PeerSocket:
         self._sender.settimeout(1.0)
 
     def fileno(self) -> int:
-        """For poll()."""
         return self._socket.fileno()
 
     def tell_all(self, message: bytes) -> None:
@@ -52,7 +51,6 @@ class PeerSocket:
             )
 
     def receive(self) -> list[bytes]:
-        """Every message that has arrived."""
         messages = []
         with contextlib.suppress(BlockingIOError):
             while True:

@@ -167,7 +167,6 @@ class EngineMetrics:
                     self._door_gauges[name, door].set(float(value(state)))
 
     def close(self) -> None:
-        """Lets another instance write."""
         for engine in self._engines:
             engine.close()
 
@@ -211,7 +210,6 @@ class _Engine:
         self._written.update(changed)
 
     def close(self) -> None:
-        """Lets another instance write."""
         os.close(self._lock)
 
     def _elect(self) -> bool:

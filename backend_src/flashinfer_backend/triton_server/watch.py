@@ -68,7 +68,6 @@ class ClientWatch:
             self._cancel(handle)
 
     def close(self) -> None:
-        """Ends the thread."""
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join(CLOSE_S)
