@@ -35,101 +35,76 @@ def origin(text: str) -> str:
 # What argparse's add_argument takes for each.
 API_ARGUMENTS: dict[str, dict[str, Any]] = {
     "workers": {
-        "metavar": "N",
-        "type": whole(1, 1024),
+        "metavar": "N", "type": whole(1, 1024),
         "help": "processes that answer requests (default: four for each engine, but at most one for every"
         " four cores; one with device=cpu or --store-mib)",
     },
     "served-model-name": {
-        "metavar": "NAME",
-        "action": "append",
+        "metavar": "NAME", "action": "append",
         "help": "the model's name in requests; repeat it for several names (default: its folder's name)",
     },
     "api-key-file": {
-        "metavar": "FILE",
-        "type": Path,
+        "metavar": "FILE", "type": Path,
         "help": f"keys of clients, one on each line; the variable {KEYS_VARIABLE} can also hold keys,"
         " with commas between (default: no key is needed)",
     },
     "chat-template": {
-        "metavar": "FILE",
-        "type": Path,
+        "metavar": "FILE", "type": Path,
         "help": "a Jinja file instead of the checkpoint's chat template",
     },
     "tool-format": {
-        "choices": (AUTO, *TOOL_FORMATS),
-        "default": AUTO,
-        "metavar": "FORMAT",
+        "choices": (AUTO, *TOOL_FORMATS), "default": AUTO, "metavar": "FORMAT",
         "help": f"how the model writes tool calls: {', '.join(TOOL_FORMATS)} (default: {AUTO}, as its chat"
         " template shows)",
     },
     "reasoning-format": {
-        "choices": (AUTO, *REASONING_FORMATS),
-        "default": AUTO,
-        "metavar": "FORMAT",
+        "choices": (AUTO, *REASONING_FORMATS), "default": AUTO, "metavar": "FORMAT",
         "help": f"how the model writes its reasoning: {', '.join(REASONING_FORMATS)} (default: {AUTO}, as its"
         " chat template shows)",
     },
     "ignore-effort": {
-        "action": "store_true",
-        "default": False,
+        "action": "store_true", "default": False,
         "help": "accept an effort of reasoning where the chat template has none, with a line in the log"
         " (default: it is refused)",
     },
     "allowed-origins": {
-        "metavar": "ORIGIN",
-        "type": origin,
-        "action": "append",
+        "metavar": "ORIGIN", "type": origin, "action": "append",
         "help": "an origin whose pages may use the API, such as https://chat.example, or * for all; repeat it"
         " for several (default: none, only the API's own page)",
     },
     "lora-root": {
-        "metavar": "DIR",
-        "type": Path,
+        "metavar": "DIR", "type": Path,
         "help": "folder below which /v1/load_lora_adapter may load adapters (default: none may be loaded)",
     },
     "default-sampling": {
-        "choices": ("checkpoint", "openai"),
-        "default": "checkpoint",
+        "choices": ("checkpoint", "openai"), "default": "checkpoint",
         "help": "for omitted parameters: values of generation_config.json (default), or OpenAI's defaults",
     },
     "max-request-bytes": {
-        "metavar": "BYTES",
-        "type": whole(1),
-        "default": REQUEST_BYTES,
+        "metavar": "BYTES", "type": whole(1), "default": REQUEST_BYTES,
         "help": f"largest body of a request, in bytes (default: {REQUEST_BYTES}, {REQUEST_BYTES >> 20} MiB)",
     },
     "max-prompt-bytes": {
-        "metavar": "BYTES",
-        "type": count,
-        "default": PROMPT_BYTES,
+        "metavar": "BYTES", "type": count, "default": PROMPT_BYTES,
         "help": "longest text that is tokenised, in bytes; 0: any"
         f" (default: {PROMPT_BYTES}, {PROMPT_BYTES >> 20} MiB)",
     },
     "prompt-logits-mib": {
-        "metavar": "MIB",
-        "type": count,
-        "default": LOGITS_ROOM >> 20,
+        "metavar": "MIB", "type": count, "default": LOGITS_ROOM >> 20,
         "help": "MiB of memory of each process for the logits of prompts whose log probabilities are wanted;"
         f" a larger prompt takes all of it alone (default: {LOGITS_ROOM >> 20})",
     },
     STORE: {
-        "metavar": "MIB",
-        "type": count,
-        "default": 0,
+        "metavar": "MIB", "type": count, "default": 0,
         "help": "MiB of memory for responses that requests to /v1/responses can go on from; needs one process"
         " (default: 0, none are kept)",
     },
     "receive-seconds": {
-        "metavar": "S",
-        "type": whole_seconds,
-        "default": RECEIVE_S,
+        "metavar": "S", "type": whole_seconds, "default": RECEIVE_S,
         "help": f"cut a client whose request is not whole after S seconds; 0: never (default: {RECEIVE_S})",
     },
     CONNECTIONS: {
-        "metavar": "N",
-        "type": count,
-        "default": 0,
+        "metavar": "N", "type": count, "default": 0,
         "help": "most connections of each process; 0: as many as it may open files, less 128 (default: 0)",
     },
-}
+}  # fmt: skip
