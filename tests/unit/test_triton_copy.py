@@ -24,6 +24,7 @@ from flashinfer_backend.core import tuned
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.ops import device
 from flashinfer_backend.worker import start
+from flashinfer_backend.worker.gpu_turns import Neighbours
 from specs import bundled
 
 BLOCK_SIZE = 16
@@ -105,7 +106,7 @@ def test_the_cache_leaves_the_copies_their_memory(hopper, monkeypatch):
         )
         monkeypatch.setattr(start, "_cache_format", lambda *_: cache)
         group = CacheGroup(tuple(range(cache.num_layers)), None, BLOCK_SIZE, cache.bytes_per_block)
-        return start._num_blocks(config, model, [group], [0]) * cache.block_size
+        return start._num_blocks(config, model, [group], [0], Neighbours()) * cache.block_size
 
     scratch = (131072 + 8192 + 256) * 2 * 8 * 128 * 2
     assert tokens("auto", LLAMA_8B) == (free - scratch) // (LLAMA_8B.bytes_per_token * 16) * 16

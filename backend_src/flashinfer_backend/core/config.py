@@ -121,7 +121,8 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     tokens_per_block: Annotated[Literal[16, 32, 64], Setting(
         "tokens of a block of the KV cache, the grain of prefix reuse")] = 16
     kv_cache_free_gpu_mem_fraction: Annotated[float, Setting(
-        "the KV cache's share of the GPU memory that the weights leave", low=0.001, high=1)] = 0.9
+        "the KV cache's share of the GPU memory that the weights of all engines on the GPU leave",
+        low=0.001, high=1)] = 0.9
     max_tokens_in_paged_kv_cache: Annotated[int, Setting(
         "upper bound of the KV cache in tokens, rounded up to whole blocks of tokens_per_block as in"
         " TensorRT-LLM; auto = as many as fit. The smaller of both bounds counts", low=16, words=(AUTO,))] = 0

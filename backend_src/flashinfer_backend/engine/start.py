@@ -63,7 +63,8 @@ def start(
 ) -> Core:
     """Load the model and allocate everything, with tensor_parallel_size - 1 processes for the other ranks.
 
-    folder: where these find each other, and nobody else may write; None: a temporary one. on_loss is told, in
+    folder: the run directory, where these find each other and engines on the same GPUs take turns, and nobody
+    else may write; None: a temporary one, without turns. on_loss is told, in
     a thread, when one of them has ended or hangs; None: this process ends then. name: of the engine, in the
     other ranks' lines of the log; number: among those of the model. make_proposer: of what guesses the tokens
     that follow, which steps check.
@@ -78,10 +79,10 @@ def start(
         others = OtherRanks(config, folder, on_loss, name)
     try:
         if others is None:
-            config, runner = start_runner(config, make_proposer=make_proposer)
+            config, runner = start_runner(config, make_proposer=make_proposer, folder=folder)
         else:
             shard = Shard(0, config.tensor_parallel_size)
-            config, runner = start_runner(config, shard, others.rendezvous)
+            config, runner = start_runner(config, shard, others.rendezvous, folder=folder)
             runner.others = others
             others.serve(limits_steps=runner.device.type == "cuda")
     except BaseException:

@@ -11,6 +11,7 @@ import datetime
 import logging
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -164,9 +165,11 @@ def connect(
     hidden_size: int,
     dtype: torch.dtype,
     plain_torch: bool = False,
+    before: Callable[[], None] = lambda: None,
 ) -> Collectives:
     """Join the ranks of one engine. rendezvous: a file that all of them name, in a folder that others cannot
-    write to. plain_torch: without FlashInfer. Waits until all of them are there."""
+    write to. plain_torch: without FlashInfer. Waits until all of them are there, and rank 0 has run `before`,
+    which can take any time."""
     store = dist.FileStore(rendezvous, shard.size)
     # Weights may take one rank much longer than another. A rank that ends ends all ranks, so this wait ends.
     store.set(f"rank {shard.rank}", "ready")
@@ -180,6 +183,13 @@ def connect(
         while missing := {rank for rank in missing if not store.check([f"rank {rank}"])}:
             time.sleep(0.02)  # its own waiting keeps other threads from running
     log.info("found all %d ranks", shard.size)
+    if shard.rank == 0:
+        before()
+        store.set("joining", "now")
+    else:
+        with telling(lambda: "waiting for rank 0", done=time.monotonic):
+            while not store.check(["joining"]):
+                time.sleep(0.02)
     with telling(lambda: f"joining {shard.size} ranks"):
         return _join(shard, store, device, hidden_size, dtype, plain_torch)
 

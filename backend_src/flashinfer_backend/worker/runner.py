@@ -32,6 +32,7 @@ from flashinfer_backend.speculate.proposer import Proposer
 from flashinfer_backend.worker.adapters import AdapterLoader
 from flashinfer_backend.worker.device_state import DeviceState
 from flashinfer_backend.worker.drafting import Drafting, Fed
+from flashinfer_backend.worker.gpu_turns import GpuTurn
 from flashinfer_backend.worker.graphs import MIXED_SIZES, DecodeGraphs, GraphCapture, MixedGraphs, Replayed
 from flashinfer_backend.worker.ranks import ADAPTER, TRACE, OtherRanks
 from flashinfer_backend.worker.trace import StepTrace
@@ -102,6 +103,7 @@ class Runner:
         self.adapted_graphs: tuple[DecodeGraphs | None, MixedGraphs | None] = None, None
         self.draft_costs: dict[tuple[int, int], float] = {}  # DecodeGraphs.step_seconds, once captured
         self.others: OtherRanks | None = None  # of rank 0, once they wait for plans
+        self.turn: GpuTurn | None = None  # of rank 0: this engine's place on its GPUs, as long as it lives
         self._trace: StepTrace | None = None
 
     def capture_graphs(self, sizes: list[int]) -> None:

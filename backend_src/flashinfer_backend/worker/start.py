@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 import torch
@@ -27,6 +28,7 @@ from flashinfer_backend.speculate.methods import chosen
 from flashinfer_backend.speculate.proposer import MakeProposer
 from flashinfer_backend.worker import prebuild, prebuild_triton
 from flashinfer_backend.worker.adapters import AdapterLoader
+from flashinfer_backend.worker.gpu_turns import GpuTurn, Neighbours
 from flashinfer_backend.worker.graphs import default_sizes
 from flashinfer_backend.worker.runner import Runner
 from flashinfer_backend.worker.warm_up import (
@@ -39,6 +41,7 @@ from flashinfer_backend.worker.warm_up import (
 log = logging.getLogger(__name__)
 
 EXPERT_GRAIN = 32  # rows and columns of an expert's weights on a GPU come in multiples of it
+GROWTH_BYTES = 4 << 30  # attention workspaces, captured graphs (outputs and nodes), the CUDA context's growth
 CPU_KV_BYTES = 512 << 20  # KV cache on a CPU unless max_tokens_in_paged_kv_cache says otherwise
 
 
@@ -47,11 +50,13 @@ def start_runner(
     shard: Shard = WHOLE,
     rendezvous: str = "",
     make_proposer: MakeProposer | None = None,
+    folder: Path | None = None,
 ) -> tuple[EngineConfig, Runner]:
     """Load the model and allocate everything; the config with every automatic value filled in.
 
     Of one of several ranks, its share; rendezvous is a file by which they find each other. Every rank runs
-    the same steps here. Raises ValueError or OSError with what to change.
+    the same steps here. folder: of rank 0, the engine's run directory, by which it takes turns with other
+    engines on its GPUs; None: it takes none. Raises ValueError or OSError with what to change.
     """
     began = time.monotonic()
     model_dir = resolve_model_dir(config.model_dir)
@@ -72,6 +77,9 @@ def start_runner(
         check_cuda_formats(config, spec, dtype)
         if drafter is not None:
             check_cuda_formats(config, drafter.share(shard), dtype)
+    turn = None
+    if folder is not None and device.type == "cuda":
+        turn = GpuTurn(folder, [str(torch.cuda.get_device_properties(n).uuid) for n in range(shard.size)])
     if device.type == "cuda":
         prebuild.prepare(config, spec, dtype)
     if plain_torch:
@@ -90,9 +98,18 @@ def start_runner(
         adapters = AdapterLoader(model, *limits)
     stored, seconds = _stored(spec), time.monotonic() - began
     log.info("loaded %s (weights: %s) as %s on %s in %.1f s", model_dir, stored, dtype, device, seconds)
-    if shard.size > 1:
-        hidden_size = spec.hidden_size
-        model.collectives = connect(shard, rendezvous, device, hidden_size, dtype, plain_torch)
+    neighbours = [Neighbours()] * shard.size
+
+    def take_turn() -> None:
+        neighbours[:] = turn.take() if turn is not None else neighbours
+
+    if shard.size == 1:
+        take_turn()
+    else:
+        where = rendezvous, device, spec.hidden_size, dtype, plain_torch
+        model.collectives = connect(shard, *where, take_turn)
+        told = model.collectives.agreed([float(n) for each in neighbours for n in (each.cache, each.waiting)])
+        neighbours = [Neighbours(int(a), int(b)) for a, b in zip(told[::2], told[1::2], strict=True)]
         log.info("%d ranks are joined after %.1f s", shard.size, time.monotonic() - began)
 
     layers, proposer = spec.windows(config.max_seq_len), None
@@ -112,7 +129,7 @@ def start_runner(
     groups = cache_groups(layers, config.tokens_per_block, _cache_format(config, model, (0,)).bytes_per_block)
     lengths = config.max_seq_len, config.max_num_tokens
     enough = [group.enough_blocks(config.max_num_seqs, *lengths) for group in groups]
-    num_blocks = model.collectives.minimum(_num_blocks(config, model, groups, enough))
+    num_blocks = model.collectives.minimum(_num_blocks(config, model, groups, enough, neighbours[shard.rank]))
     tokens = num_blocks * config.tokens_per_block
     if num_blocks < groups[0].needed_blocks(1, *lengths):
         log.warning(
@@ -131,6 +148,9 @@ def start_runner(
     ]
     runner = Runner(config, model, ops, groups, caches, proposer, adapters)
     _warm_up(config, runner)
+    if turn is not None:
+        turn.ready(sum(g.bytes_per_block * (n + 1) for g, n in zip(groups, blocks, strict=True)))
+        runner.turn = turn
     parts = [f"{n} for {len(g.layers)} layers ({g.name})" for g, n in zip(groups, blocks, strict=True)]
     log.info(
         "KV cache of %s blocks of %d tokens; ready after %.1f s",
@@ -281,26 +301,34 @@ def _cache_format(config: EngineConfig, model: Transformer, layers: tuple[int, .
 
 
 def _num_blocks(
-    config: EngineConfig, model: Transformer, groups: Sequence[CacheGroup], enough: Sequence[int]
+    config: EngineConfig,
+    model: Transformer,
+    groups: Sequence[CacheGroup],
+    enough: Sequence[int],
+    neighbours: Neighbours,
 ) -> int:
-    """Blocks of the first cache group. enough: what each group can make use of."""
+    """Blocks of the first cache group. enough: what each group can make use of. neighbours: the other engines
+    on the GPU."""
     free, copies = CPU_KV_BYTES, 0
     if model.device.type == "cpu":
         blocks = min(enough[0], share_memory(groups, enough, free))
     else:
         copies = _copies_bytes(config, model)
-        free = _free_memory_after_largest_step(config, model) - copies
-        blocks = share_memory(groups, enough, int(free * config.kv_cache_free_gpu_mem_fraction))
+        free = _free_memory_after_largest_step(config, model) - copies - GROWTH_BYTES * neighbours.waiting
+        share = int((free + neighbours.cache) * config.kv_cache_free_gpu_mem_fraction)
+        blocks = share_memory(groups, enough, min(free, share))
     if config.max_tokens_in_paged_kv_cache:
         blocks = min(blocks, -(-config.max_tokens_in_paged_kv_cache // config.tokens_per_block))
     if blocks < 1:
-        raise ValueError(_no_room(free, copies))
+        raise ValueError(_no_room(free, copies, neighbours != Neighbours()))
     return blocks
 
 
-def _no_room(free: int, copies: int) -> str:
-    """free: bytes beside the weights, the largest step and so many bytes of copies."""
+def _no_room(free: int, copies: int, shared: bool) -> str:
+    """free: bytes that the weights, the largest step, `copies` bytes of copies and, where the GPU is shared,
+    other engines leave."""
     takers = ["the weights", "the largest step"]
+    takers += ["other engines on this GPU"] if shared else []
     if copies:
         takers.append(f"copies of an FP8 cache's blocks for prompts ({copies / 2**30:.2f} GiB)")
     left = (
@@ -334,8 +362,7 @@ def _free_memory_after_largest_step(config: EngineConfig, model: Transformer) ->
     peak = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
-    # Attention workspaces, captured graphs (their outputs and nodes) and the CUDA context's growth.
-    return free - 3 * peak - (4 << 30)
+    return free - 3 * peak - GROWTH_BYTES
 
 
 def _warm_up(config: EngineConfig, runner: Runner) -> None:
