@@ -51,6 +51,7 @@ class Replaying:
         self.count, self._head = count, head
         self.layers = head.layers if head is not None else ()
         self.cache_layers = head.cache_layers if head is not None else 0
+        self.defers = head is None or head.defers
         generator = torch.Generator().manual_seed(seed)
         follows = tokens_follow(model, generator)
         steps = [follows]

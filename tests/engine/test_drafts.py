@@ -43,7 +43,7 @@ def parameters() -> list[SamplingParams]:
 class Replay:
     """Drafts from answers that are known, each token of them spoilt with a probability."""
 
-    layers, cache_layers, history = (), 0, False
+    layers, cache_layers, history, defers = (), 0, False, True
 
     def __init__(self, count: int, spoilt: float) -> None:
         self.count, self.spoilt = count, spoilt
@@ -63,9 +63,12 @@ class Replay:
 
 
 def answers(
-    tmp_path: Path, params: list[SamplingParams], graphs: bool = False, **settings: Any
+    tmp_path: Path, params: list[SamplingParams], graphs: bool = False, offers: Any = None, **settings: Any
 ) -> tuple[list[Any], list[Any], Any, Any]:
+    """offers: in place of DraftPace's."""
     core = start_core(Path("bundled"), check_invariants=True, tokens_per_block=16, **settings)
+    if offers is not None:
+        core.scheduler._pace.offers = offers
     capture = replayed(core.runner) if graphs else None
     with serve(core, tmp_path) as client:
         ids = [client.submit(prompt, each) for prompt, each in zip(PROMPTS, params, strict=True)]
@@ -118,6 +121,24 @@ def test_tokens_are_those_of_steps_without_drafts(
     assert len(told[8]) == len(found[8][0]) and len(told[9]) == len(found[9][0])
     # Wrong drafts cost no steps, right ones save some.
     assert drafted.iteration < loop.iteration * (0.9 if spoilt < 1 else 1.1)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_drafts_come_and_go(graphs: bool, tmp_path: Path):
+    """In every other step or so, half of them wrong: what a step without drafts opens a block for may stand
+    before where the host expects it."""
+    expected, *_ = answers(tmp_path / "without", parameters())
+    proposer, generator = Replay(4, 0.5), np.random.default_rng(3)
+    proposer.sequences = [prompt + tokens for prompt, (tokens, _) in zip(PROMPTS, expected, strict=False)]
+    found, _, core, _ = answers(
+        tmp_path / "with",
+        parameters(),
+        graphs,
+        lambda slots, rows: int(generator.choice([0, 0, 2, 4])),
+        proposer=proposer,
+    )
+    assert found == expected
+    assert core.scheduler.accepted_tokens
 
 
 def test_what_a_draft_makes_a_bad_word_of_is_not_sampled_behind_it(tmp_path: Path):

@@ -4,6 +4,7 @@ token."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer
 from checkpoints import make_checkpoint
 from eagle3_heads import FORMS, Reference, make_head
 from engine.harness import serve, start_core
+from engine.test_graph_steps import replayed
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import named_folder
 from flashinfer_backend.core.sampling_params import SamplingParams
@@ -33,11 +35,13 @@ class Recorded:
     def __init__(self, proposer: Eagle3) -> None:
         self._proposer = proposer
         self.count, self.layers, self.cache_layers = proposer.count, proposer.layers, proposer.cache_layers
-        self.history = proposer.history
+        self.history, self.defers = proposer.history, proposer.defers
         self.found: list[tuple[int, int, int, list[int]]] = []
+        self.calls = 0
 
     def propose(self, step: DraftStep, state: Slots, count: int) -> torch.Tensor:
         drafts = self._proposer.propose(step, state, count)
+        self.calls += 1
         slots = step.sample_slots
         rows = zip(
             slots.tolist(), state.lengths[slots].tolist(), state.last_token[slots].tolist(), strict=True
@@ -149,6 +153,26 @@ def test_drafts_behind_a_cached_prefix_and_after_preemption(target: Path, tmp_pa
     longer = [prompt + tokens for prompt, tokens in zip(again, answers(core, tmp_path, again), strict=True)]
     assert core.scheduler.blocks_reused > 2
     assert check(recorded, longer, expected, most=1) > 20
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_tokens_of_steps_without_drafts_are_taken_in_later(layers: int, target: Path, tmp_path: Path):
+    """By graphs, while there are no drafts for up to 20 steps: a head of one layer then runs once for up to
+    16 of them. Afterwards it drafts as its definition says."""
+    head = make_head("speculators", tmp_path / "head", **SIZES, layers=layers)
+    plain = answers(start_core(target, max_seq_len=BLOCK), tmp_path / "plain", max_tokens=40)
+    core, (recorded,) = start(target, head)
+    replayed(core.runner)
+    asked = itertools.count()
+    core.scheduler._pace.offers = lambda slots, rows: 3 * (next(asked) % 23 in (2, 3, 22))
+    recorded.calls = 0
+    with serve(core, tmp_path / "with") as client:
+        found = client.generate(PROMPTS, parameters(40))
+        steps = client.loop.iteration
+    assert found == plain
+    sequences = [prompt + tokens for prompt, tokens in zip(PROMPTS, found, strict=True)]
+    assert check(recorded, sequences, Expected(target, head)) > 10
+    assert recorded.calls < 0.6 * steps if layers == 1 else recorded.calls >= steps
 
 
 def test_the_bundled_head_is_accepted(tmp_path: Path):

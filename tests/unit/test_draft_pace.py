@@ -42,8 +42,9 @@ def test_counts_are_halves_and_steps_stay_small() -> None:
         counts = draft_counts(rows, 15)
         assert all(rows * (1 + count) <= STEP_TOKENS for count in counts)
         # The graph of the next larger size has the same.
-        assert {count for size, count in drafted_shapes(130, 15) if size >= rows} >= set(counts)
-    assert drafted_shapes(12, 3)[-1] == (12, 3)
+        assert {count for size, count in drafted_shapes([1, 128, 130], 15) if size >= rows} >= set(counts)
+    assert drafted_shapes([4, 12], 3)[-1] == (12, 3)
+    assert not drafted_shapes([256], 3)
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,12 @@ def check_step(rows: int, feeds: int, where: str) -> None:
         counts, ends = ops.accept(sampled, first, fed, slots, drafts, lengths, last)
         history = torch.zeros(slots_count + 1, 400, dtype=torch.int32, device=device)
         ops.record_tokens(history, inputs[:3], slots, lengths, last)
-        results.append([*inputs, moved, counts, ends, lengths, last[:-1], history[:-1]])
+        noted = torch.zeros(slots_count + 1, 7, dtype=torch.int32, device=device)
+        places = ops.note_tokens(noted, last[slots], slots, lengths[slots])
+        own = [counts, ends, lengths, last[:-1], history[:-1], places, noted[:-1]]
+        results.append([*inputs, moved, *own])
     assert results[0][5].max() > 1 or rows == 1
+    assert torch.equal(results[0][-1].view(-1)[results[0][-2][:-1]], results[0][-4][slots[:-1].cpu()])
     for plain, kernel in zip(*results, strict=True):
         assert torch.equal(plain, kernel.cpu())
 

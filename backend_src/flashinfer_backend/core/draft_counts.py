@@ -7,6 +7,7 @@ Graphs are captured for these numbers, and the scheduler chooses among them by w
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # numbers of rows of the graphs of steps with drafts
 STEP_TOKENS = 256  # of such a step at most: beyond, a GPU's time grows with the tokens
@@ -31,7 +32,8 @@ def most_drafts(rows: int, most: int) -> int:
     return max(draft_counts(rows, most), default=0)
 
 
-def drafted_shapes(largest: int, most: int) -> list[tuple[int, int]]:
-    """(rows, drafts of each) of the graphs of steps with drafts, ascending. largest: the most rows."""
+def drafted_shapes(plain: Sequence[int], most: int) -> list[tuple[int, int]]:
+    """(rows, drafts of each) of the graphs of steps with drafts, ascending. plain: rows of those without."""
+    largest = max((size for size in plain if size <= SIZES[-1]), default=0)
     sizes = sorted({min(size, largest) for size in SIZES})
-    return [(size, count) for size in sizes for count in draft_counts(size, most)]
+    return [(size, count) for size in sizes if size for count in draft_counts(size, most)]

@@ -28,10 +28,12 @@ class Attention(Protocol):
 
 class Taps(NamedTuple):
     """Which layers' outputs are wanted, ascending, without the last layer's; and where they are written:
-    out[T, len(layers) * hidden], side by side."""
+    out[T, len(layers) * hidden], side by side. rows: int64 [T], the tokens' rows in an `out` of more; None:
+    in their order."""
 
     layers: tuple[int, ...]
     out: Tensor
+    rows: Tensor | None = None
 
 
 class Layer(nn.Module):
@@ -304,8 +306,10 @@ class Transformer(nn.Module):
             hidden = layers[index - 1].after(attended, hidden, self.collectives, chosen)
         if taps is not None and index - 1 in taps.layers:
             for layer, place in zip(taps.layers, taps.out.split(hidden.shape[1], dim=1), strict=True):
-                if layer == index - 1:
+                if layer == index - 1 and taps.rows is None:
                     place.copy_(hidden)
+                elif layer == index - 1:
+                    place[taps.rows] = hidden
         where = positions, cache_locations, kv_caches[index]
         q = layers[index].before(hidden, *where, out, self.collectives, chosen)
         return q, hidden

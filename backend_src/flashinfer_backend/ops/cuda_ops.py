@@ -18,7 +18,13 @@ from flashinfer_backend.ops import cublas, cuda_experts, cuda_fp8, cuda_int4, ga
 from flashinfer_backend.ops.tilings import choose
 from flashinfer_backend.ops.triton_adapters import expand, group_adapters, shrink
 from flashinfer_backend.ops.triton_delta import causal_conv, delta_gates, gated_delta_rule, gated_norm
-from flashinfer_backend.ops.triton_drafts import accept, draft_inputs, ngram_drafts, record_tokens
+from flashinfer_backend.ops.triton_drafts import (
+    accept,
+    draft_inputs,
+    ngram_drafts,
+    note_tokens,
+    record_tokens,
+)
 from flashinfer_backend.ops.triton_fp8 import Norm
 from flashinfer_backend.ops.triton_inputs import step_inputs
 from flashinfer_backend.ops.triton_rope import rope_and_store
@@ -41,6 +47,7 @@ __all__ = [
     "ngram_drafts",
     "norm_gate_up_silu",
     "norm_linear",
+    "note_tokens",
     "record_tokens",
     "rms_norm",
     "rope_and_store",

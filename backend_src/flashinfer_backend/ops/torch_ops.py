@@ -316,6 +316,15 @@ def draft_inputs(
     return ids, owners, positions, locations
 
 
+def note_tokens(noted: Tensor, tokens: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+    """Note each token (int32 [T], of its slot and at its position) in noted, int32 [slots + 1, columns]: in
+    the column of its position, modulo their number. Returns where, int64 [T]: rows of noted.view(-1)."""
+    columns = noted.shape[1]
+    places = slots.long() * columns + positions % columns
+    noted.view(-1)[places] = tokens
+    return places
+
+
 def accept(
     sampled: Tensor,
     first: Tensor,

@@ -174,6 +174,26 @@ def accept(
     return counts, ends
 
 
+@triton.jit(do_not_specialize=["count", "columns"], do_not_specialize_on_alignment=["slots"])
+def _note_tokens(noted, tokens, slots, positions, places, count, columns, TOKENS: tl.constexpr):
+    index = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    inside = index < count
+    slot = tl.load(slots + index, mask=inside, other=0).to(tl.int64)
+    place = slot * columns + tl.load(positions + index, mask=inside, other=0) % columns
+    tl.store(noted + place, tl.load(tokens + index, mask=inside, other=0), mask=inside)
+    tl.store(places + index, place, mask=inside)
+
+
+def note_tokens(noted: Tensor, tokens: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+    """See ops.torch_ops.note_tokens."""
+    count = tokens.shape[0]
+    places = torch.empty(count, dtype=torch.int64, device=tokens.device)
+    _note_tokens[(triton.cdiv(count, _TOKENS),)](
+        noted, tokens, slots, positions, places, count, noted.shape[1], TOKENS=_TOKENS, num_warps=4
+    )
+    return places
+
+
 @triton.jit(
     do_not_specialize=["count", "rows", "first_rows"],
     do_not_specialize_on_alignment=["tokens", "owners", "positions", "slots"],

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from flashinfer_backend.core.draft_counts import draft_counts, drafted_shapes
+from flashinfer_backend.core.draft_counts import SIZES, draft_counts, drafted_shapes
 
 Costs = Mapping[tuple[int, int], float]  # (rows, drafts of each) -> seconds of a step
 
@@ -24,7 +24,7 @@ SLOW = 1 / 64  # share of a step in the chance that new sequences are given
 def unmeasured(rows: int, most: int) -> Costs:
     """Costs of steps of up to so many rows, where nobody has timed any: those of a device that is busy from
     64 tokens on."""
-    shapes = drafted_shapes(rows, most)
+    shapes = drafted_shapes([min(rows, SIZES[-1])], most)
     return {
         (size, count): 1 + size * (1 + count) / 64 + count / 32
         for size, count in [*((size, 0) for size, _ in shapes), *shapes]

@@ -224,6 +224,8 @@ class Eagle3:
         self.head, self.count = head, count
         self.layers = tuple(after - 1 for after in head.spec.taken_of(target.spec))
         self.cache_layers, self._first = len(head.layers), len(target.layers)
+        # Keys and values of a second layer follow from the first one's attention.
+        self.defers = self.cache_layers == 1
 
     def propose(self, step: DraftStep, state: Slots, count: int) -> Tensor:
         assert step.hidden is not None and step.next_tokens is not None
@@ -248,8 +250,12 @@ class Eagle3:
             drafts.append(token)
         return torch.stack(drafts, dim=1)
 
-    def _attention(self, prepared: Prepared) -> Callable[[int, Tensor, Tensor], None]:
-        return lambda layer, q, out: prepared.run(self._first + layer, q, out)
+    def _attention(self, prepared: Prepared | None) -> Callable[[int, Tensor, Tensor], None]:
+        def attend(layer: int, q: Tensor, out: Tensor) -> None:
+            assert prepared is not None
+            prepared.run(self._first + layer, q, out)
+
+        return attend
 
 
 def load_eagle3(

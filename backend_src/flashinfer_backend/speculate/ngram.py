@@ -21,7 +21,7 @@ class NGram:
 
     layers: tuple[int, ...] = ()
     cache_layers = 0
-    history = True
+    history = defers = True
 
     def __init__(self, ops: ModuleType, count: int, most: int, least: int) -> None:
         self._ops, self.count, self._most, self._least = ops, count, most, least

@@ -27,7 +27,8 @@ class DraftStep(NamedTuple):
     hidden: Tensor | None  # [T, len(layers) * H], outputs of the proposer's layers, side by side
     ends: Tensor  # int32 [s], place in T of each sampling row's last kept token
     sample_slots: Tensor  # int32 [s]
-    attention: Prepared  # of this step's rows, for layers behind the target's
+    # Of this step's rows, for layers behind the target's. None: the tokens are those of earlier steps.
+    attention: Prepared | None
     # Attention of one query a sampling row, which sees the row's kept tokens and n behind them: decode(n).
     decode: Callable[[int], Prepared]
 
@@ -38,7 +39,7 @@ class Slots(Protocol):
 
     lengths: Tensor  # int32 [slots + 1], tokens in the cache
     last_token: Tensor  # int32 [slots + 1], the token behind them
-    tokens: Tensor  # int32 [slots + 1, max_seq_len + 1], those and the last one; no columns without `history`
+    tokens: Tensor  # int32 [slots + 1, max_seq_len + 1], with `history` those and the last one
     block_table: Tensor  # int32 [slots + 1, blocks]
     block_size: int
     kv_layers: list[tuple[Tensor, Tensor]]  # (K, V) of the target's layers, then of the proposer's
@@ -63,10 +64,15 @@ class Proposer(Protocol):
     def history(self) -> bool:
         """Whether it looks at all tokens of a sequence (Slots.tokens)."""
 
+    @property
+    def defers(self) -> bool:
+        """Whether it can take in the tokens of decode rows in a later step, without attention."""
+
     def propose(self, step: DraftStep, state: Slots, count: int) -> Tensor:
-        """Called at the end of every step: takes in what it keeps of the step's tokens, and returns `count`
-        drafts for each sampling row, int32 [s, count]; of 0 to self.count. Token ids, where it has no guess
-        any. Enqueues work alone, which a CUDA graph can capture."""
+        """Called at the end of every step, but with `defers` for several steps of decode rows together: takes
+        in what it keeps of the step's tokens, and returns `count` drafts for each sampling row, int32
+        [s, count]; of 0 to self.count. Token ids, where it has no guess any. Enqueues work alone, which a
+        CUDA graph can capture."""
 
 
 MakeProposer = Callable[[EngineConfig, Transformer], Proposer]  # once the target is loaded

@@ -28,12 +28,13 @@ from flashinfer_backend.ops.staging import StagingRing
 from flashinfer_backend.ops.weight import Chosen
 from flashinfer_backend.speculate.proposer import Proposer
 
+MOST_DEFERRED = 16  # tokens of a sequence that a proposer takes in at once
+
 
 class DeviceState:
     """Model, KV caches, attention, and of each slot: block tables int32 [groups, slots + 1, blocks], length
     (tokens in the cache), last token and place of the adapter (or -1), int32 [slots + 1], guesses at what
-    follows it, int32 [slots + 1, drafts], and for a proposer that wants them all tokens, int32
-    [slots + 1, max_seq_len + 1].
+    follows it, int32 [slots + 1, drafts], and what a proposer looks back at.
 
     kv_cache and block_table are the first group's. kv_layers: (K, V) of every layer, and behind them those of
     the proposer's. Steps are enqueued on one stream, so what one of them writes the next one reads.
@@ -76,8 +77,15 @@ class DeviceState:
         # What attention reads where the host has upper bounds.
         self.attended_lengths = self.fed_lengths if proposer is not None else None
         self._tapped = proposer.layers if proposer is not None else ()
+        # Tokens of every slot: all, or with a proposer that takes some in later its last ones, and of these
+        # what it takes of their layers [slots + 1 times columns, layers * H].
         columns = config.max_seq_len + 1 if proposer is not None and proposer.history else 0
+        if proposer is not None and proposer.defers and self._tapped:
+            columns = MOST_DEFERRED
         self.tokens = torch.zeros((rows, columns), dtype=torch.int32, device=self.device)
+        noted = rows * columns if self._tapped else 0
+        width = len(self._tapped) * model.spec.hidden_size
+        self.noted = torch.zeros((noted, width), dtype=model.dtype, device=self.device)
         self.staging = StagingRing(16 * config.max_num_tokens, self.device)
         self.attention = self._make_attention(config, proposer)
 
@@ -130,6 +138,10 @@ class DeviceState:
             return attentions[0]
         parts = zip([group.layers for group in self.groups], attentions, self.block_tables, strict=True)
         return GroupedAttention([GroupAttention(*part) for part in parts])
+
+    def late_taps(self, places: torch.Tensor) -> Taps | None:
+        """For the outputs that a proposer takes in later, of tokens noted at these places."""
+        return Taps(self._tapped, self.noted, places) if self._tapped else None
 
     def taps(self, tokens: int) -> Taps | None:
         """For the outputs that a proposer takes of a step of so many tokens; None where it takes none."""
@@ -205,7 +217,6 @@ class DeviceState:
         inputs = self.ops.step_inputs(
             slots, self.last_token, self.lengths, self.block_table, self.block_size, new_blocks[0]
         )
-        self.note_fed_lengths()
         return self._of_all_groups(inputs, slots, new_blocks)
 
     def draft_inputs(

@@ -14,7 +14,7 @@ from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.contract import Prepared
 from flashinfer_backend.core.step import Feeds, StepPlan, Wants
 from flashinfer_backend.speculate.proposer import DraftStep, Proposer
-from flashinfer_backend.worker.device_state import DeviceState
+from flashinfer_backend.worker.device_state import MOST_DEFERRED, DeviceState
 
 
 class Fed(NamedTuple):
@@ -45,6 +45,11 @@ class Drafting:
 
     def __init__(self, proposer: Proposer, state: DeviceState) -> None:
         self.proposer, self._state = proposer, state
+        # By slot, how many of its last tokens the proposer has not taken in, which `noted` has.
+        self._behind = np.zeros(len(state.lengths), np.int32)
+        # Whether the starts of the next plan are those that the device has: at most one step is in flight
+        # when it is made, which has no drafts.
+        self.exact = True
 
     @property
     def ahead(self) -> int:
@@ -99,6 +104,49 @@ class Drafting:
 
         self.propose(fed, follow, slots, ends, decode, plan.drafts)
         return counts
+
+    def defer(self, slots: np.ndarray, noted: bool) -> None:
+        """A step has fed one token of each of these slots, which the proposer has not taken in. noted: what
+        it takes of them was; else it never has them, nor what was noted before, and its drafts are worse."""
+        if not self.proposer.layers:
+            return
+        self._behind[slots] = self._behind[slots] + 1 if noted else 0
+        if noted and self._behind[slots].max() == MOST_DEFERRED:
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Have the proposer take in all that was noted. Before anything of a step that may end a sequence's
+        hold of its blocks, or that the proposer sees whole; all earlier ones are sampled."""
+        slots = self._behind.nonzero()[0].astype(np.int32)
+        if not len(slots):
+            return
+        state, counts = self._state, self._behind[slots]
+        self._behind[slots] = 0
+        uploaded = state.staging.upload([slots, counts]).view(2, -1, 1)
+        owners, behind = uploaded[0], uploaded[1]
+        turns = torch.arange(int(counts.max()), dtype=torch.int32, device=uploaded.device)
+        positions = state.lengths[owners] - behind + turns
+        valid = (turns < behind) & (positions >= 0)
+        positions = torch.where(valid, positions, 0)
+        follow = state.tokens[owners, (positions + 1) % MOST_DEFERRED]
+        follow = torch.where(turns == behind - 1, state.last_token[owners], follow)
+        blocks = state.block_table[owners, positions // state.block_size]
+        places = blocks * state.block_size + positions % state.block_size
+        noted = owners.long() * MOST_DEFERRED + positions % MOST_DEFERRED
+        none = uploaded.new_empty(0)
+        step = DraftStep(
+            tokens=state.tokens[owners, positions % MOST_DEFERRED].flatten(),
+            slots=owners.expand_as(positions).flatten(),
+            positions=positions.flatten(),
+            cache_locations=torch.where(valid, places, 0).flatten(),  # what is not valid: the dummy block's
+            next_tokens=follow.flatten(),
+            hidden=state.noted[noted.flatten()],
+            ends=none,
+            sample_slots=none,
+            attention=None,
+            decode=_no_attention,
+        )
+        self.proposer.propose(step, state, 0)
 
     def replace(self, known: list[tuple[int, int, list[int]]], count: int) -> None:
         """Replace drafts by tokens that are known better: (slot, position of the first, tokens)."""
@@ -155,3 +203,7 @@ class Drafting:
             follow[where] = behind
         follow[places] = tokens
         return follow
+
+
+def _no_attention(ahead: int) -> Prepared:
+    raise RuntimeError("tokens of earlier steps have no attention")

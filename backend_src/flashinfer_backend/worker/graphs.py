@@ -30,7 +30,7 @@ import torch
 
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.contract import Captured, Prepared, StepShape
-from flashinfer_backend.core.draft_counts import draft_counts, drafted_shapes
+from flashinfer_backend.core.draft_counts import SIZES, draft_counts, drafted_shapes
 from flashinfer_backend.core.step import NONE, Feeds, StepPlan, Wants
 from flashinfer_backend.models.transformer import Taps
 from flashinfer_backend.ops.weight import Chosen
@@ -92,8 +92,9 @@ class Replayed(NamedTuple):
 
 class DecodeStep(NamedTuple):
     """A graph, what it reads (int32: attention's words, then those of `_upload`) and what it writes. feeds:
-    tokens of a row. fed, slots: for drafts; `tails` are the graphs that follow it, by the number of drafts
-    proposed, and give how many tokens each row comes to."""
+    tokens of a row. `tails` are the graphs that follow it, by the number of drafts proposed, and give how
+    many tokens each row comes to. defers: what the proposer would take in of it without drafts waits for a
+    later step; notes: what that needs is noted."""
 
     graph: torch.cuda.CUDAGraph
     inputs: torch.Tensor
@@ -102,6 +103,8 @@ class DecodeStep(NamedTuple):
     tokens: torch.Tensor
     logits: torch.Tensor
     tails: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]]
+    defers: bool
+    notes: bool
 
 
 class DecodeGraphs:
@@ -129,7 +132,7 @@ class DecodeGraphs:
         self._padding = np.array([[state.dummy_slot], *[[-1]] * groups, [0], [-1]], np.int32)
         self._opened = np.full((groups, state.dummy_slot + 1), -1, np.int32)  # scratch of _upload
         count = drafting.proposer.count if drafting is not None else 0
-        drafted = [(size, 1 + most) for size, most in drafted_shapes(self._sizes[-1], count)]
+        drafted = [(size, 1 + most) for size, most in drafted_shapes(self._sizes, count)]
         shapes = [*((size, 1) for size in self._sizes), *drafted]
         # One for all sizes: a step's logits are used up before the next step. Rank 0 alone gets any.
         model, most = state.model, max(size * feeds for size, feeds in shapes)
@@ -155,11 +158,12 @@ class DecodeGraphs:
         captured = self._captured[shape]
         # Else the graph's own entry is early enough. Where drafts may have been rejected, the device does not
         # know which column the host has opened.
-        if self._drafting is not None or not captured.attention.reads_block_table:
+        exact = captured.feeds == 1 and (self._drafting is None or self._drafting.exact)
+        if not exact or not captured.attention.reads_block_table:
             self._state.update_block_table(plan)
         places = None
         size = len(captured.tokens) // captured.feeds
-        self._upload(plan, size, captured.feeds, captured.inputs, captured.attention)
+        self._upload(plan, size, captured.feeds, captured.inputs, captured.attention, exact)
         if captured.feeds > 1 and plan.num_tokens < rows * captured.feeds:
             first = np.cumsum(plan.lengths) - plan.lengths
             each = np.arange(rows, dtype=np.int32) * captured.feeds - first
@@ -175,8 +179,13 @@ class DecodeGraphs:
         step = replayed.step
         if replayed.places is not None and len(plan.stateful):
             step.tokens[replayed.places] = replayed.tokens
-        if not step.tails:
+        if self._drafting is None:
             return None
+        if step.defers:
+            self._drafting.defer(plan.slots, step.notes)
+            if not plan.drafts:
+                return None
+            self._drafting.catch_up()
         graph, counts = step.tails[plan.drafts]
         graph.replay()
         return counts[: plan.num_rows] if len(plan.drafted_rows) else None
@@ -188,8 +197,9 @@ class DecodeGraphs:
     def step_seconds(self) -> dict[tuple[int, int], float]:
         """What steps cost, with drafts and without: (rows, drafts of each) -> seconds of a step that has as
         many drafts proposed. Writes to what the device keeps of all slots; nobody may have one yet."""
-        sizes = {size for size, _ in self._drafted}
-        timed = [shape for shape in self._captured if shape[1] > 1 or shape[0] in sizes]
+        timed = (
+            [(size, feeds) for size, feeds in self._captured if size <= SIZES[-1]] if self._drafted else []
+        )
         return {(size, feeds - 1): self._seconds(size, feeds) for size, feeds in timed}
 
     def _seconds(self, size: int, feeds: int) -> float:
@@ -227,11 +237,17 @@ class DecodeGraphs:
         return self._columns * size if feeds == 1 else 4 * size * feeds + 2 * size
 
     def _upload(
-        self, plan: StepPlan, size: int, feeds: int, inputs: torch.Tensor, attention: Captured
+        self,
+        plan: StepPlan,
+        size: int,
+        feeds: int,
+        inputs: torch.Tensor,
+        attention: Captured,
+        exact: bool = False,
     ) -> None:
         """Give a graph its step: attention's words, seeds [2 T], then [T] each, T the tokens of all rows:
         slots, blocks, temperature, suppressed. With drafts temperature and suppressed alone, then [size]
-        each: slots and how many tokens they feed."""
+        each: slots and how many tokens they feed. exact: new blocks are those of the tokens that are fed."""
         rows, tokens, given = plan.num_rows, size * feeds, plan.num_rows * feeds
         words = self._state.staging.begin(len(inputs))
         own = len(words) - self._words(size, feeds)
@@ -243,7 +259,7 @@ class DecodeGraphs:
             columns = rest.reshape(self._columns - 2, size)
             slots, temperature, suppressed = columns[0], columns[-2], columns[-1]
             slots[:rows] = plan.slots
-            if self._drafting is None:
+            if exact:
                 (group, slot, _, block), opened = plan.block_updates.T, self._opened
                 opened[group, slot] = block
                 columns[1:-2, :rows] = opened[:, plan.slots]
@@ -281,18 +297,26 @@ class DecodeGraphs:
         shape = StepShape(tokens, size, feeds)
         own = state.attention.graph_words(shape)
         inputs = torch.empty(own + self._words(size, feeds), dtype=torch.int32, device=state.device)
-        attention = state.attention.captured(shape, state.block_table, inputs[:own], state.attended_lengths)
+        lengths = state.attended_lengths
+        if lengths is not None and feeds == 1:
+            lengths = state.lengths
+        attention = state.attention.captured(shape, state.block_table, inputs[:own], lengths)
         if attention is None:
             raise ValueError("this attention cannot be captured: set cuda_graph_batch_sizes to none")
         self._upload(_decodes(NONE, NONE), size, feeds, inputs, attention)
         data = inputs[own:]
         graph, outputs = capture(lambda: self._step(data, attention, size, feeds))
-        step = DecodeStep(graph, inputs, attention, feeds, outputs[0], self._logits[:tokens], {})
-        if self._drafting is not None:
+        drafting, own_logits = self._drafting, self._logits[:tokens]
+        defers = drafting is not None and drafting.proposer.defers and feeds == 1
+        step = DecodeStep(
+            graph, inputs, attention, feeds, outputs[0], own_logits, {}, defers, size <= SIZES[-1]
+        )
+        if drafting is not None and (step.notes or not defers):
             # Fewer rows than there is room for may have more drafts.
             fewest = 1 + max((other for other in self._sizes if other < size), default=0)
             rows = size if feeds > 1 else fewest
-            for count in (0, *draft_counts(rows, self._drafting.proposer.count)):
+            counts = draft_counts(rows, drafting.proposer.count) if step.notes else []
+            for count in counts if defers else [0, *counts]:
                 step.tails[count] = capture(functools.partial(self._tail, step, size, outputs, count))
         capture.sizes += 1
         return step
@@ -313,7 +337,15 @@ class DecodeGraphs:
         else:
             temperature, suppressed, slots, fed = rest.split([tokens, tokens, size, size])
             input_ids, owners, positions, locations = state.draft_inputs(slots, fed, feeds)
-        cache_locations, taps = state.by_layer(locations), state.taps(tokens)
+        cache_locations, taps = state.by_layer(locations), None
+        drafting, defers, places = self._drafting, False, None
+        if drafting is not None and feeds == 1 and drafting.proposer.defers:
+            defers = True
+            if state.tokens.shape[1] and (size <= SIZES[-1] or drafting.proposer.history):
+                places = state.ops.note_tokens(state.tokens, input_ids, owners, positions)
+                taps = state.late_taps(places)
+        if not defers:
+            taps = state.taps(tokens)
         chosen = state.chosen(owners) if self._adapted else None
         inputs = input_ids, positions, cache_locations, state.kv_layers, attention
         hidden = state.model(*inputs, taps=taps, chosen=chosen)
@@ -329,7 +361,9 @@ class DecodeGraphs:
             )
             sampled = collectives.broadcast(sampled)
         outputs = sampled, input_ids, owners, positions, locations
-        return outputs if taps is None else (*outputs, taps.out)
+        if taps is None:
+            return outputs
+        return (*outputs, taps.out if taps.rows is None else taps.rows)
 
     def _tail(
         self, step: DecodeStep, size: int, outputs: tuple[torch.Tensor, ...], count: int
@@ -348,6 +382,8 @@ class DecodeGraphs:
                 sampled, ends * step.feeds, fed, slots, state.drafts, state.lengths, state.last_token
             )
         hidden = tapped[0] if tapped else None
+        if hidden is not None and step.defers:
+            hidden = state.noted[hidden]
         own = Fed(input_ids, owners, positions, cache_locations, step.attention, hidden)
         ahead = functools.partial(step.attention.ahead, lengths=state.lengths)
         self._drafting.propose(own, sampled, slots, ends, ahead, count)

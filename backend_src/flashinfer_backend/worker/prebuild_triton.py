@@ -27,6 +27,7 @@ from flashinfer_backend.models.spec import Experts, ModelSpec, Product
 from flashinfer_backend.ops import device
 from flashinfer_backend.ops.fp8 import E4M3
 from flashinfer_backend.ops.weight import Added
+from flashinfer_backend.worker.device_state import MOST_DEFERRED
 
 log = logging.getLogger(__name__)
 
@@ -218,6 +219,8 @@ def _call_drafts(config: EngineConfig, words: Callable[..., Tensor], table: Tens
         triton_drafts.draft_inputs(*own, table, config.tokens_per_block)
     tokens = words(4)
     triton_drafts.accept(tokens, tokens, tokens, tokens, drafts, by_slot, by_slot)
+    noted = words(len(by_slot), MOST_DEFERRED)
+    triton_drafts.note_tokens(noted, tokens, tokens, tokens)
     if config.speculative_method == "ngram":
         history = words(len(by_slot), config.max_seq_len + 1)
         triton_drafts.record_tokens(history, (tokens, tokens, tokens), tokens, by_slot, by_slot)

@@ -113,7 +113,7 @@ class Runner:
         gc.disable()  # destroying an old graph while a new one is captured would spoil the capture
         capture, state = GraphCapture(), self.state
         drafts = self.drafting.proposer.count if self.drafting is not None else 0
-        total = len(set(sizes)) + len(drafted_shapes(max(sizes), drafts)) + len(MIXED_SIZES)
+        total = len(set(sizes)) + len(drafted_shapes(sizes, drafts)) + len(MIXED_SIZES)
         total *= 1 if self.adapters is None else 2
         try:
             with telling(lambda: f"captured the graphs of {capture.sizes} of {total} sizes of steps"):
@@ -230,7 +230,10 @@ class Runner:
         failed: list[tuple[int, str]] = []
         fed: Fed | Replayed
         graphs = self._graphs_of(plan)[0]
-        if graphs is not None and graphs.takes(plan):
+        replays = graphs is not None and graphs.takes(plan)
+        if self.drafting is not None and (not replays or len(plan.drafted_rows)):
+            self.drafting.catch_up()
+        if graphs is not None and replays:
             fed = graphs.replay(plan)
             tokens, logits = fed.tokens, fed.logits  # rows of padding behind the logits
             if fed.places is not None and len(plan.stateful):
@@ -253,6 +256,7 @@ class Runner:
         where there were no drafts."""
         if self.drafting is None:
             return None
+        self.drafting.exact = not len(plan.drafted_rows)
         if isinstance(computed.fed, Replayed):
             graphs = self._graphs_of(plan)[0]
             assert graphs is not None
