@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
-from client.arguments import INT32, finite, http_url, integer, json_object, seconds
+from client.arguments import INT32, argument_parser, finite, http_url, integer, json_object, seconds
 from client.events import ServerError, post_events, why_unreachable
 from client.ready import first_ensemble, first_model
 from client.wire import delta_thought
@@ -322,12 +322,7 @@ class Terminal:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(
-        allow_abbrev=False,
-        prog="python -m client chat",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    p = argument_parser("client chat", __doc__)
     p.add_argument("--backend", choices=("triton", "openai-chat"), default="triton", help="default: triton")
     p.add_argument(
         "--url", type=http_url, help="the server (default: http://127.0.0.1:8000; openai-chat: port 9000)"

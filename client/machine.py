@@ -6,22 +6,24 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 PACKAGES = ("flashinfer-backend", "aiohttp", "grpcio", "numpy", "uvloop")
 
 
-def facts() -> dict[str, object]:
+def facts(packages: Sequence[str] = PACKAGES) -> dict[str, Any]:
     """Processor, cores that this process may use, memory, GPUs, kernel, Python and packages."""
     return {
         "processor": _field("/proc/cpuinfo", "model name") or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(int((_field("/proc/meminfo", "MemTotal") or "0").split()[0]) / 2**20, 1),
-        "gpus": _gpus(),
+        "gpus": gpu_query("name,driver_version"),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "packages": {name: version for name in packages if (version := _version(name))},
     }
 
 
@@ -33,13 +35,14 @@ def _field(file: str, name: str) -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
 
 
-def _gpus() -> list[str]:
-    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+def gpu_query(fields: str) -> list[str]:
+    """Lines of `nvidia-smi --query-gpu=<fields>`, one for each GPU."""
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
-    return done.stdout.strip().splitlines()
+    return [line for line in ran.stdout.splitlines() if line.strip()]
 
 
 def _version(name: str) -> str:

@@ -13,11 +13,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import datetime
-import importlib.metadata
 import json
 import multiprocessing
 import os
-import platform
 import shutil
 import signal
 import socket
@@ -33,7 +31,8 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
-from client.arguments import integer, positive, seconds
+from client.arguments import argument_parser, integer, positive, seconds
+from client.machine import facts
 from flashinfer_backend.core import processes
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.openai.arguments import LOGITS_ROOM
@@ -170,12 +169,6 @@ def door(run_dir: Path, port: int, workers: int) -> None:
     parent.run()
 
 
-def cpu_seconds(pid: int) -> float:
-    """CPU time of a process so far."""
-    _, fields = processes.stat(pid)
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def children(pid: int) -> list[int]:
     """Processes that a process started and that still run."""
     found = []
@@ -188,15 +181,10 @@ def children(pid: int) -> list[int]:
 
 def machine() -> str:
     """Date, cores and versions in one line."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "?")
-    packages = []
-    for name in PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):  # unpacked without its metadata
-            packages.append(f"{name} {importlib.metadata.version(name)}")
-    cores = len(os.sched_getaffinity(0))
-    today = datetime.date.today().isoformat()
-    return f"{today}, {cores} cores of {model}, Python {platform.python_version()}, {', '.join(packages)}"
+    found = facts(PACKAGES)
+    packages = [f"{name} {version}" for name, version in found["packages"].items()]
+    where = f"{found['cores']} cores of {found['processor']}, Python {found['python']}"
+    return ", ".join([datetime.date.today().isoformat(), where, *packages])
 
 
 def rates(text: str) -> list[float]:
@@ -205,12 +193,7 @@ def rates(text: str) -> list[float]:
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
-        prog="python -m perf_configs.bench_openai",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argument_parser("perf_configs.bench_openai", __doc__)
     parser.add_argument("--workers", type=integer(1), default=1, help="processes of the API")
     parser.add_argument("--clients", type=integer(1), default=1, help="processes that read")
     parser.add_argument("--streams", type=integer(1), default=64, help="at a time, of all clients together")
@@ -257,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         groups = [workers, [feeder.pid or 0], [reader.pid or 0 for reader in readers]]
 
         def now() -> tuple[float, int, int, list[list[float]]]:
-            used = [[cpu_seconds(pid) for pid in group] for group in groups]
+            used = [[processes.cpu_seconds(processes.stat(pid)[1]) for pid in group] for group in groups]
             return time.monotonic(), sent.value, sum(each.value for each in received), used
 
         for steps in options.steps_per_second:

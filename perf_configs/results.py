@@ -10,23 +10,22 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from client import machine as here
 from client.configurations import Configuration, base_label, configuration, labels
 from client.device_log import COLUMNS, NO_GPU, describe
 from client.scenarios import Requirement, Scenario
-from perf_configs.servers import gpu_query
 
 OURS, PEER = "ours", "vllm"  # PEER: whom a report without any other compares with
 OWN = (OURS, "ours-openai")  # this backend's doors; each is compared with every peer
+PACKAGES = ("torch", "flashinfer-python", "numpy", "aiohttp", "uvloop")
 Run = dict[str, Any]
 Document = dict[str, Any]
 Key = tuple[str, str, Configuration, str, float, int]
@@ -41,23 +40,16 @@ RUN_FIELDS = {
 
 def machine() -> tuple[str, dict[str, Any]]:
     """(identity of this machine and GPU, its description)."""
-    packages = {}
-    for name in ("torch", "flashinfer-python", "numpy", "aiohttp", "uvloop"):
-        try:
-            packages[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            packages[name] = "none"
-    gpus = gpu_query("name,driver_version,memory.total,uuid")
+    found = here.facts(PACKAGES)
+    gpus = here.gpu_query("name,driver_version,memory.total,uuid")
     gpu = [part.strip() for part in gpus[0].split(",")] if gpus else []
     gpu_name, driver, memory, uuid = gpu if len(gpu) == 4 else ("none", "none", "none", "none")
     return f"{platform.node()}/{uuid}", {
         "gpu": gpu_name,
         "driver": driver,
         "gpu_memory": memory,
-        "cores": len(os.sched_getaffinity(0)),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "packages": packages,
+        **{name: found[name] for name in ("cores", "kernel", "python")},
+        "packages": dict.fromkeys(PACKAGES, "none") | found["packages"],
     }
 
 

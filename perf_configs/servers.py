@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
+from client.machine import gpu_query
 from client.ready import listed_models
 from client.wire import OPENAI
 from flashinfer_backend.core.parent import end_with_parent
@@ -327,16 +328,6 @@ def wait_for_free_gpus(before: Sequence[float], seconds: float = 30.0) -> None:
         if not any(now > was + GPU_FREE_MIB for now, was in pairs):
             return
         time.sleep(0.5)
-
-
-def gpu_query(fields: str) -> list[str]:
-    """Lines of `nvidia-smi --query-gpu=<fields>`, one for each GPU."""
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
-    try:
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [line for line in ran.stdout.splitlines() if line.strip()]
 
 
 def _prepare(spec: ServerSpec, environment: dict[str, str], log: IO[bytes], start: _Start) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # "max 100000", or microseconds of CPU time and in how many
@@ -25,6 +26,11 @@ def stat(pid: int | str) -> tuple[str, list[str]]:
     # A name is cut to 15 bytes, perhaps inside of a character, and may hold spaces and brackets.
     head, _, rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
     return head.partition("(")[2], rest.split()
+
+
+def cpu_seconds(fields: Sequence[str]) -> float:
+    """CPU time of a process so far, by the fields of `stat`."""
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def stub_words(pid: int | str) -> list[str]:

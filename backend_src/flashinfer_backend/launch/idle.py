@@ -85,6 +85,5 @@ class Idleness:
 def _cpu_seconds(pid: int) -> float:
     """0 when it has ended."""
     with contextlib.suppress(OSError):
-        _, fields = processes.stat(pid)
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return processes.cpu_seconds(processes.stat(pid)[1])
     return 0.0
