@@ -391,10 +391,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             failed += summary["failed"]
             if bench.interrupted:
                 return EXIT_INTERRUPTED
-    except BrokenPipeError:  # whoever read has gone
-        # What is still buffered would fail once more, aloud, when the interpreter ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+    except BrokenPipeError:  # client.__main__ knows what to do
+        raise
     except (ready.NotReadyError, RuntimeError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -406,7 +404,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         if bench.runs and files:
             print(f"wrote {', '.join(files)}", file=sys.stderr)
     return 1 if failed or warm_up_counts.get("failed") else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -385,12 +385,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     chat = Chat(args.backend, url, model, form, args.timeout, key, args.system, options)
     terminal = Terminal(chat)
     terminal.say(f"{model} at {url}. /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.")
-    try:
-        return terminal.run()
-    except BrokenPipeError:  # whoever read has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return terminal.run()

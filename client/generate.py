@@ -11,9 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import os
 import queue
-import signal
 import sys
 import time
 from collections.abc import Generator, Sequence
@@ -22,17 +20,20 @@ from typing import Any
 from client.arguments import INT32, UINT64, argument_parser, finite, http_url, integer, seconds
 from client.events import NOTHING_LISTENS, ServerError, post_events
 
-# option -> (tensor of the ensemble, Triton dtype)
-NUMBERS = {
-    "temperature": ("temperature", "FP32"),
-    "top_k": ("top_k", "INT32"),
-    "top_p": ("top_p", "FP32"),
-    "seed": ("seed", "UINT64"),
-    "min_tokens": ("min_tokens", "INT32"),
-    "repetition_penalty": ("repetition_penalty", "FP32"),
-    "presence_penalty": ("presence_penalty", "FP32"),
-    "frequency_penalty": ("frequency_penalty", "FP32"),
-}
+# Inputs of the ensemble by the options' names: Triton's type and the option's help.
+OPTIONS = {
+    "min_tokens": ("INT32", "fewest tokens of the answer"),
+    "temperature": (
+        "FP32", "of sampling; 0: greedy (default: greedy, unless --top-k, --top-p or --seed ask for sampling)"
+    ),
+    "top_k": ("INT32", "sample from the N likeliest tokens"),
+    "top_p": ("FP32", "sample from the likeliest tokens that together have this probability"),
+    "seed": ("UINT64", "of sampling; the same one gives the same tokens"),
+    "repetition_penalty": ("FP32", "over 1: fewer repetitions (default: 1)"),
+    "presence_penalty": ("FP32", "over 0: fewer tokens that were there before (default: 0)"),
+    "frequency_penalty": ("FP32", "the same, counting how often they were (default: 0)"),
+}  # fmt: skip
+TYPES = {"INT32": (integer(*INT32), "N"), "UINT64": (integer(*UINT64), "N"), "FP32": (finite, "X")}
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -47,30 +48,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--max-tokens", type=integer(*INT32), metavar="N", default=128,
         help="most tokens of the answer (default: %(default)s)",
     )  # fmt: skip
-    p.add_argument("--min-tokens", type=integer(*INT32), metavar="N", help="fewest tokens of the answer")
-    p.add_argument(
-        "--temperature", type=finite, metavar="X",
-        help="of sampling; 0: greedy (default: greedy, unless --top-k, --top-p or --seed ask for sampling)",
-    )  # fmt: skip
-    p.add_argument("--top-k", type=integer(*INT32), metavar="N", help="sample from the N likeliest tokens")
-    p.add_argument(
-        "--top-p", type=finite, metavar="X",
-        help="sample from the likeliest tokens that together have this probability",
-    )  # fmt: skip
-    p.add_argument(
-        "--seed", type=integer(*UINT64), metavar="N", help="of sampling; the same one gives the same tokens"
-    )
-    p.add_argument(
-        "--repetition-penalty", type=finite, metavar="X", help="over 1: fewer repetitions (default: 1)"
-    )
-    p.add_argument(
-        "--presence-penalty", type=finite, metavar="X",
-        help="over 0: fewer tokens that were there before (default: 0)",
-    )  # fmt: skip
-    p.add_argument(
-        "--frequency-penalty", type=finite, metavar="X",
-        help="the same, counting how often they were (default: 0)",
-    )  # fmt: skip
+    for name, (dtype, text) in OPTIONS.items():
+        kind, metavar = TYPES[dtype]
+        p.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
     p.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="ends the answer; may be repeated"
     )
@@ -111,8 +91,8 @@ def request_fields(args: argparse.Namespace, prompt: str) -> dict[str, tuple[Any
         "stream": (not args.no_stream, "BOOL"),
         "exclude_input_in_output": (True, "BOOL"),
     }
-    for option, (name, dtype) in NUMBERS.items():
-        if (value := getattr(args, option)) is not None:
+    for name, (dtype, _) in OPTIONS.items():
+        if (value := getattr(args, name)) is not None:
             fields[name] = (value, dtype)
     for name, words in (("stop_words", args.stop), ("bad_words", args.bad)):
         if words:
@@ -208,9 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:  # whoever read has gone
         stream.close()
-        # What is still buffered would fail once more, aloud, when the interpreter ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        raise
     if args.timing:
         said = f"the answer came after {first * 1e3:.1f} ms, in one chunk"
         if chunks > 1:
@@ -218,7 +196,3 @@ def main(argv: Sequence[str] | None = None) -> int:
             said = f"first chunk {first * 1e3:.1f} ms, {chunks} chunks, {rate:.1f} chunks/s"
         print(said, file=sys.stderr)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -311,7 +311,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print("written: " + ", ".join(map(str, written)))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

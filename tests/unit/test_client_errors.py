@@ -227,7 +227,7 @@ def test_generate_ends_quietly_when_its_reader_goes():
     server = StreamingServer(chunk_seconds=0.02)
     try:
         arguments = ["plain", "--url", server.url, "--max-tokens", "400"]
-        with python("-m", "client.generate", *arguments, **PIPES) as process:
+        with python("-m", "client", "generate", *arguments, **PIPES) as process:
             assert process.stdout.read(3) == b" w0"
             process.stdout.close()
             assert process.wait(120) == 128 + signal.SIGPIPE
