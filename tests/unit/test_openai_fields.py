@@ -20,6 +20,7 @@ from flashinfer_backend.openai import requests
 from flashinfer_backend.openai.app import Access, make_app
 from flashinfer_backend.openai.chat import add_effort
 from flashinfer_backend.openai.door import Door, Model
+from flashinfer_backend.openai.encodings import MOST_MEMBERS, decompressed
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.no_effect import NO_EFFECT
 from flashinfer_backend.openai.responses import messages_of
@@ -176,7 +177,10 @@ class Api:
         ("deflate", RAW_TEXT, 200, ""),
         ("identity", TEXT, 200, ""),
         ("gzip", gzip.compress(TEXT, mtime=0)[:-5], 400, "ends too early"),
-        ("gzip", gzip.compress(TEXT, mtime=0) * 2, 400, "bytes behind its end"),
+        ("gzip", gzip.compress(TEXT[:9], mtime=0) + gzip.compress(TEXT[9:], mtime=0), 200, ""),
+        ("gzip", gzip.compress(TEXT, mtime=0) + b"more", 400, "not in gzip"),
+        ("deflate", zlib.compress(TEXT) + b"more", 400, "has 4 bytes behind its end"),
+        ("deflate", zlib.compress(TEXT)[:-1], 400, "ends too early"),
         ("gzip", TEXT, 400, "not in gzip"),
         ("gzip", gzip.compress(b" " * (MOST - len(TEXT)) + TEXT, mtime=0), 200, ""),
         ("gzip", gzip.compress(b" " * (MOST - len(TEXT) + 1) + TEXT, mtime=0), 413, "larger than 1000 bytes"),
@@ -187,6 +191,13 @@ class Api:
 def test_compressed_bodies(encoding: str, body: bytes, status: int, words: str) -> None:
     found, _, answer = Api().call("/tokenize", body, content_encoding=encoding)
     assert found == status and words in json.dumps(answer)
+
+
+def test_members_of_a_compressed_body_have_a_bound() -> None:
+    empty = gzip.compress(b"", mtime=0)
+    assert decompressed(empty * MOST_MEMBERS, "gzip", 9) == b""
+    with pytest.raises(ApiError, match="has 4097 members; it should have at most 4096"):
+        decompressed(empty * (MOST_MEMBERS + 1), "gzip", 9)
 
 
 def test_pages_of_other_origins() -> None:

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import zlib
 
 from flashinfer_backend.openai.errors import ApiError
 
 ENCODINGS = ("gzip", "deflate")
-_EITHER = zlib.MAX_WBITS | 32  # zlib tells gzip and zlib by their first bytes
+# A gzip's members begin so (RFC 1952, 2.3); hardly anything else in one does. Each takes time, even an empty
+# one.
+MEMBER, MOST_MEMBERS = b"\x1f\x8b\x08", 4096
 
 
 def encoding_of(header: str) -> str | None:
@@ -27,19 +31,33 @@ def encoding_of(header: str) -> str | None:
 
 def decompressed(body: bytes, encoding: str, most: int) -> bytes | None:
     """The body; None where it has more than `most` bytes. Raises ApiError where it cannot be read."""
-    # RFC 9110: deflate is in zlib's format; some clients leave that away.
-    bits = -zlib.MAX_WBITS if encoding == "deflate" and not _has_header(body) else _EITHER
-    reader = zlib.decompressobj(bits)
     try:
-        whole = reader.decompress(body, most + 1)
-    except zlib.error as error:
+        whole = _gunzipped(body, most) if encoding == "gzip" else _inflated(body, most)
+    except (zlib.error, gzip.BadGzipFile) as error:
         raise ApiError(f"the body is not in {encoding}, as its Content-Encoding says: {error}") from None
-    if len(whole) > most:
-        return None
-    if not reader.eof:
-        raise ApiError(f"the body's {encoding} ends too early")
+    except EOFError:
+        raise ApiError(f"the body's {encoding} ends too early") from None
+    return None if len(whole) > most else whole
+
+
+def _gunzipped(body: bytes, most: int) -> bytes:
+    """At most one byte more than `most`. Raises ApiError, BadGzipFile, zlib.error or EOFError."""
+    if (members := body.count(MEMBER)) > MOST_MEMBERS:
+        raise ApiError(
+            f"the body's gzip has {members} members; it should have at most {MOST_MEMBERS}: compress the"
+            " whole body at once"
+        )
+    return gzip.GzipFile(fileobj=io.BytesIO(body)).read(most + 1)
+
+
+def _inflated(body: bytes, most: int) -> bytes:
+    """The same of deflate, which is in zlib's format (RFC 9110); some clients leave that away."""
+    reader = zlib.decompressobj(zlib.MAX_WBITS if _has_header(body) else -zlib.MAX_WBITS)
+    whole = reader.decompress(body, most + 1)
+    if len(whole) <= most and not reader.eof:
+        raise EOFError
     if reader.unused_data:
-        raise ApiError(f"the body's {encoding} has {len(reader.unused_data)} bytes behind its end")
+        raise ApiError(f"the body's deflate has {len(reader.unused_data)} bytes behind its end")
     return whole
 
 
