@@ -56,6 +56,19 @@ GPT_OSS = {
     "rope_scaling": {**YARN_ROPE, "truncate": False},
     "swiglu_limit": 1.5,
 }
+# Two layers of each kind: the last delta net lies between two with attention.
+QWEN3_5 = {
+    "initializer_range": 0.1,
+    **PLAIN_IDS,
+    "num_hidden_layers": 5,
+    "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2, "full_attention"],
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+}
+SHARED_EXPERT = {"shared_expert_intermediate_size": 32}
 LINEAR_ROPE = {"rope_type": "linear", "factor": 4.0}
 
 # kind -> (architecture, options that differ from SIZES, options of save_pretrained)
@@ -117,9 +130,12 @@ KINDS: dict[str, tuple[str, dict, dict]] = {
     "qwen3-moe-mixed": ("Qwen3Moe", {"head_dim": 32, **EXPERTS, "mlp_only_layers": [0]}, {}),
     "qwen2-moe": (
         "Qwen2Moe",
-        {**EXPERTS, "shared_expert_intermediate_size": 32, "num_hidden_layers": 3, "mlp_only_layers": [1]},
+        {**EXPERTS, **SHARED_EXPERT, "num_hidden_layers": 3, "mlp_only_layers": [1]},
         {},
     ),
+    "qwen3.5": ("Qwen3_5", QWEN3_5, {}),
+    "qwen3.5-moe": ("Qwen3_5Moe", QWEN3_5 | EXPERTS | SHARED_EXPERT, {}),
+    "qwen3-next": ("Qwen3Next", QWEN3_5 | EXPERTS | SHARED_EXPERT | {"mlp_only_layers": [1]}, {}),
     "qwen3-moe-plain": ("Qwen3Moe", {"head_dim": 32, **EXPERTS}, {"max_shard_size": "100KB"}),
 }
 
@@ -140,7 +156,7 @@ SIZES = {
 def make_model(kind: str, seed: int = 0, **overrides) -> transformers.PreTrainedModel:
     """A float32 transformers model of a kind named in KINDS; overrides are options of its config."""
     architecture, options, _ = KINDS[kind]
-    suffix = "TextConfig" if architecture == "Gemma3" else "Config"
+    suffix = "TextConfig" if architecture.startswith(("Gemma3", "Qwen3_5")) else "Config"
     config_class = getattr(transformers, f"{architecture}{suffix}")
     make = getattr(transformers, f"{architecture}ForCausalLM", transformers.AutoModelForCausalLM.from_config)
     sizes = SIZES | options | overrides
@@ -154,6 +170,10 @@ def make_model(kind: str, seed: int = 0, **overrides) -> transformers.PreTrained
                 parameter.normal_(0.0, 0.3)
             elif name.endswith("sinks"):
                 parameter.normal_(0.0, 1.5)
+            elif name.endswith("A_log"):  # states that decay fast come of sums of large numbers, rounded
+                parameter.uniform_(-4.0, -1.0)
+            elif name.endswith("conv1d.weight"):  # keys that are small before they are normalised, too
+                parameter.normal_(0.0, 1.0)
     return model
 
 
@@ -173,6 +193,8 @@ def make_multimodal(kind: str, path: Path) -> Path:
     architecture, options, _ = KINDS[kind]
     name, model_type, vision = {
         "Gemma3": ("Gemma3", "gemma3_text", "siglip_vision_model"),
+        "Qwen3_5": ("Qwen3_5", "qwen3_5_text", "qwen3_5_vision"),
+        "Qwen3_5Moe": ("Qwen3_5Moe", "qwen3_5_moe_text", "qwen3_5_moe_vision"),
         "Mistral": ("Mistral3", "mistral", "pixtral"),
         "Ministral3": ("Mistral3", "ministral3", "pixtral"),
     }[architecture]

@@ -22,7 +22,8 @@ class ReplayedGraph:
                 self.result.copy_(result)
             else:
                 for mine, new in zip(self.result, result, strict=True):
-                    mine.copy_(new)
+                    if new is not None:
+                        mine.copy_(new)
         self._capture.replays += 1
 
 

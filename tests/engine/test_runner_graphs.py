@@ -87,12 +87,12 @@ def graphed(state: DeviceState) -> list[GraphedAttention]:
     return found
 
 
-@pytest.mark.parametrize("feature", ["one group", "windows", "adapters"])
+@pytest.mark.parametrize("feature", ["one group", "windows", "adapters", "states"])
 def test_a_runner_with_graphs_gives_the_tokens_of_one_without(
     feature: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """With windows, those of two lengths, in turn with layers that see all. With adapters, rows of two and
-    rows without any."""
+    rows without any. With states, of decode steps alone."""
     windows, options = feature == "windows", {}
     captures: list[ReplayedCapture] = []
 
@@ -111,6 +111,8 @@ def test_a_runner_with_graphs_gives_the_tokens_of_one_without(
         kinds = ["sliding_attention", "full_attention"]
         changes = {"use_sliding_window": True, "sliding_window": 21, "layer_types": kinds}
         folder = make_checkpoint("qwen3", tmp_path / "model", **changes)
+    if feature == "states":
+        folder = make_checkpoint("qwen3.5", tmp_path / "model")
     if feature == "adapters":
         options = {"max_loras": 2, "max_lora_rank": 8}
         for seed in range(2):
@@ -132,7 +134,7 @@ def test_a_runner_with_graphs_gives_the_tokens_of_one_without(
     assert captures[0].replays > 50 and len(attentions) == 1 + windows
     for attention in attentions:
         planned = attention.planned
-        assert sum(each.taken for each in planned)
+        assert sum(each.taken for each in planned) or feature == "states"
     assert feature != "one group" or sum(each.refused for each in attentions[0].planned)
     assert produced[0] == produced[1]
     if options:

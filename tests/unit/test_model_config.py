@@ -99,8 +99,8 @@ def test_new_and_old_rope_keys_mean_the_same(tmp_path):
             "architecture GPT2LMHeadModel is not supported; supported: Llama",
         ),
         (
-            {"architectures": ["Qwen3NextForCausalLM"]},
-            "Qwen3NextForCausalLM is not supported, as such models have recurrent .*: serve it with vLLM",
+            {"architectures": ["KimiLinearForCausalLM"]},
+            "KimiLinearForCausalLM is not supported, as such models have recurrent .*: serve it with vLLM",
         ),
         ({"architectures": ["DeepseekV3ForCausalLM"]}, "have latent attention .* another architecture: Lla"),
         ({"model_type": "granite"}, "model_type 'granite' contradicts architecture LlamaForCausalLM"),

@@ -32,11 +32,13 @@ from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.models import upload, weights
 from flashinfer_backend.models.hf import read_spec
 from flashinfer_backend.models.safetensors_file import Header
-from flashinfer_backend.models.transformer import Transformer
+from flashinfer_backend.models.transformer import Recurrent, Stream, Transformer
 from flashinfer_backend.models.upload import Place, Uploader
 from flashinfer_backend.models.weights import WeightsError, load_weights
 from flashinfer_backend.ops import torch_ops
+from flashinfer_backend.ops.torch_delta import DeltaRows
 from flashinfer_backend.worker.device_state import scores_of
+from flashinfer_backend.worker.start import state_format
 
 BLOCK_SIZE = 16
 
@@ -252,8 +254,14 @@ class Paged:
         shape = (num_slots * max_blocks, BLOCK_SIZE, heads.kv_heads, heads.head_dim)
         self.model = model
         self.caches = [
-            tuple(torch.full(shape, torch.nan, dtype=model.dtype) for _ in "kv") for _ in model.layers
+            tuple(torch.full(shape, torch.nan, dtype=model.dtype) for _ in "kv")
+            for _ in model.spec.attentions
         ]
+        kept = state_format(model)
+        self.states = [] if kept is None else kept.allocate(num_slots, model.device).layers
+        for states in self.states:
+            states.recurrent.fill_(torch.nan)
+            states.inputs.fill_(torch.nan)
         self.table = torch.full((num_slots, max_blocks), 2**30, dtype=torch.int32)
         self.attention = self._attention()
         self.lens = [0] * num_slots
@@ -262,7 +270,7 @@ class Paged:
     def _attention(self) -> GroupedAttention:
         """All layers' blocks are the same here, whatever their windows."""
         groups = []
-        mixers = [layer.mixer for layer in self.model.spec.layers]
+        mixers = self.model.spec.attentions
         for window in dict.fromkeys(mixer.window for mixer in mixers):
             layers = tuple(index for index, mixer in enumerate(mixers) if mixer.window == window)
             cache = KVCache.over([self.caches[index] for index in layers])
@@ -288,14 +296,18 @@ class Paged:
         prepared = self.attention.step(attention_batch(q_lens, kv_lens, slots, self.table))
         int32 = {"dtype": torch.int32}
         ids = torch.tensor([token for _, new in work for token in new], **int32)
-        rows = torch.tensor(q_lens).cumsum(0) - 1
+        ends, where = torch.tensor(q_lens).cumsum(0), torch.tensor(positions, **int32)
+        rows, starts = ends - 1, torch.cat([torch.zeros(1, **int32), ends.int()])
+        decodes = next((n for n, length in enumerate(q_lens) if length > 1), len(q_lens))
+        own = DeltaRows(torch.tensor(slots, **int32), starts, where[starts[:-1]], None, decodes)
         hidden = self.model(
             ids,
-            torch.tensor(positions, **int32),
+            where,
             torch.tensor(cache_locations, **int32),
             self.caches,
             prepared,
             rows if last_only else None,
+            recurrent=Recurrent(self.states, own),
         )
         return list(self.model.logits(hidden).split([1] * len(rows) if last_only else q_lens))
 
@@ -329,7 +341,7 @@ def test_rows_are_those_of_all_tokens(pair):
     for mine, theirs in zip(some.caches, every.caches, strict=True):
         torch.testing.assert_close(mine, theirs, equal_nan=True)
     none = torch.empty(0, dtype=torch.int32)
-    assert ours.finish(torch.zeros(2, 4), torch.zeros(2, 8), none).shape == (0, 8)
+    assert ours.finish(torch.zeros(2, 4), Stream(torch.zeros(2, 8)), none).shape == (0, 8)
 
 
 def test_logits_match_transformers(pair):
@@ -366,13 +378,13 @@ def test_greedy_ids_match_transformers_in_a_mixed_batch(pair):
         assert len(set(output)) > 8
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "mistral", "ministral3"])
+@pytest.mark.parametrize("kind", ["gemma3", "mistral", "ministral3", "qwen3.5", "qwen3.5-moe"])
 def test_the_text_part_of_a_multimodal_checkpoint(kind, tmp_path):
     """Its tensors have another prefix there, and those for images are not read."""
     path = make_multimodal(kind, tmp_path)
     theirs = transformers.AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
     ours, ids = load(path), prompt(90)
-    assert ours.spec.tie_word_embeddings
+    assert ours.spec.tie_word_embeddings == theirs.config.tie_word_embeddings
     (logits,) = Paged(ours).step([(2, ids)])
     torch.testing.assert_close(logits, their_logits(theirs, ids), atol=1e-4, rtol=0)
 

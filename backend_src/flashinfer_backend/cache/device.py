@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paged cache of keys and values on the device."""
+"""What sequences keep on the device: keys and values in blocks, and states."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from flashinfer_backend.ops.torch_delta import DeltaStates, inputs_kept
 
 
 @dataclass(frozen=True)
@@ -77,3 +79,52 @@ class KVCache:
     @property
     def device(self) -> torch.device:
         return self.layers[0][0].device
+
+
+@dataclass(frozen=True)
+class StateFormat:
+    """What layers with states keep of a sequence on one rank: heads' states [key_dim, value_dim] in float32,
+    and of the last tokens, as many as a convolution of `kernel` inputs reads, `channels` values in dtype."""
+
+    layers: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    channels: int
+    kernel: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_sequence(self) -> int:
+        state = self.heads * self.key_dim * self.value_dim * torch.float32.itemsize
+        inputs = inputs_kept(self.kernel) * self._width * self.dtype.itemsize
+        return self.layers * (state + inputs)
+
+    @property
+    def _width(self) -> int:
+        return self.channels + 2 * self.heads
+
+    def allocate(self, rows: int, device: torch.device) -> StateCache:
+        shape = self.layers, rows, self.heads, self.key_dim, self.value_dim
+        recurrent = torch.zeros(shape, dtype=torch.float32, device=device)
+        kept = self.layers, rows, inputs_kept(self.kernel), self._width
+        return StateCache(recurrent, torch.zeros(kept, dtype=self.dtype, device=device))
+
+
+class StateCache:
+    """States of sequences, by row: those of slots, and behind these snapshots, from which other sequences
+    begin. layers: those of each layer."""
+
+    def __init__(self, recurrent: Tensor, inputs: Tensor) -> None:
+        """Of all layers: see ops.torch_delta.DeltaStates."""
+        self._all = recurrent, inputs
+        self.layers = [DeltaStates(*pair) for pair in zip(recurrent, inputs, strict=True)]
+
+    @property
+    def rows(self) -> int:
+        return self._all[0].shape[1]
+
+    def copy(self, sources: Tensor, targets: Tensor) -> None:
+        """Rows, int32 [n] each, of which no target is named twice or is a source."""
+        for states in self._all:
+            states[:, targets] = states[:, sources]

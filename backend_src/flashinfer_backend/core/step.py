@@ -82,6 +82,9 @@ class StepPlan:
     # int32 [n, 2], of sequences that came to slots: (slot, place of its adapter, or -1)
     adapters: np.ndarray = field(default_factory=lambda: NONE.reshape(0, 2))
     adapted: bool = False  # whether any row has an adapter
+    # int32 [n, 2], (slot, snapshot): states that rows of the step begin with, and those to keep behind it
+    restored: np.ndarray = field(default_factory=lambda: NONE.reshape(0, 2))
+    saved: np.ndarray = field(default_factory=lambda: NONE.reshape(0, 2))
 
     @property
     def num_rows(self) -> int:

@@ -31,8 +31,6 @@ NOT_COMPUTED = {
     "Llama4": "attention in chunks and a router of its own",
     "Deepseek": "latent attention (MLA)",
     "KimiK2": "latent attention (MLA)",
-    "Qwen3Next": "recurrent layers (gated delta net)",
-    "Qwen3_5": "recurrent layers (gated delta net)",
     "Glm4Moe": "shared experts",
     "Ernie4_5_Moe": "shared experts",
     "Mamba": "recurrent layers (Mamba)",

@@ -282,7 +282,8 @@ class FullAttention:
     (attention.contract.Scores); None: 1 / sqrt(head_dim), and none. sinks: whether the checkpoint has a sink
     for each head. query_scaling: (beta, positions), by which rotated queries grow
     (models.rope.query_scales). variant: in attention.variants.VARIANTS, how scores become weights otherwise,
-    with its number for each head (by_head)."""
+    with its number for each head (by_head). gated: behind the values qkv has the rows of a gate, by whose
+    sigmoid what is attended is multiplied: https://arxiv.org/abs/2505.06708."""
 
     heads: int
     kv_heads: int
@@ -299,6 +300,12 @@ class FullAttention:
     query_scaling: tuple[float, int] | None = None
     variant: str = ""
     by_head: tuple[float, ...] = ()
+    gated: bool = False
+
+    @property
+    def qkv_columns(self) -> int:
+        """Of the product's results: queries, keys and values. Behind them is the gate."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -331,6 +338,69 @@ class FullAttention:
     def map(self, change: Callable[[Product], Product]) -> FullAttention:
         """The same with other products."""
         return replace(self, qkv=change(self.qkv), o=change(self.o))
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """A gated delta net layer, which keeps a state of each sequence in place of keys and values:
+    https://arxiv.org/abs/2412.06464. key_dim: of a head's queries and keys; value_dim: of its values. kernel:
+    how many tokens' queries, keys and values are convolved. qkvz holds the rows of queries, keys, values and,
+    as many, of a gate; ba those of each value head's beta and decay, in 16 bits. shard: which heads these
+    are."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    qkvz: Product
+    ba: Product
+    o: Product
+    shard: Shard = WHOLE
+
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        return (Norm("out_norm", "linear_attn.norm", self.value_dim),)
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return self.qkvz, self.ba, self.o
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Columns of queries, keys and values, which are the convolution's channels."""
+        keys = self.key_heads * self.key_dim
+        return keys, keys, self.value_heads * self.value_dim
+
+    @property
+    def own_channels(self) -> list[slice]:
+        """Which of the checkpoint's channels these are: of queries, keys and values."""
+        found, start = [], 0
+        for width in self.widths:
+            first = start + self.shard.rank * width
+            found.append(slice(first, first + width))
+            start += width * self.shard.size
+        return found
+
+    @property
+    def own_heads(self) -> slice:
+        """Which of the checkpoint's value heads these are."""
+        first = self.shard.rank * self.value_heads
+        return slice(first, first + self.value_heads)
+
+    def share(self, shard: Shard) -> DeltaNet:
+        """Whole key heads, each with its value heads."""
+        _check_divides(shard.size, self.key_heads, "linear_num_key_heads")
+        keys, values = self.key_heads // shard.size, self.value_heads // shard.size
+        own = self.map(lambda product: product.share(shard))
+        return replace(own, ba=self.ba.share(shard), key_heads=keys, value_heads=values, shard=shard)
+
+    def map(self, change: Callable[[Product], Product]) -> DeltaNet:
+        """The same with other products, of those that can be quantised."""
+        return replace(self, qkvz=change(self.qkvz), o=change(self.o))
+
+
+Mixer = FullAttention | DeltaNet
 
 
 @dataclass(frozen=True)
@@ -399,7 +469,7 @@ class LayerSpec:
     to it; each may be missing. prefix: of the checkpoint's modules."""
 
     prefix: str
-    mixer: FullAttention
+    mixer: Mixer
     mlp: Gated
     own_norms: tuple[Norm, ...]
 
@@ -413,8 +483,9 @@ class LayerSpec:
 
     @property
     def adaptable(self) -> tuple[Product, ...]:
-        """Products that adapters can add to; experts, routed or shared, have none."""
-        return *self.mixer.products, *(() if isinstance(self.mlp, Experts) else self.mlp.products)
+        """Products that adapters can add to; experts, routed or shared, and delta nets have none."""
+        mixer = () if isinstance(self.mixer, DeltaNet) else self.mixer.products
+        return *mixer, *(() if isinstance(self.mlp, Experts) else self.mlp.products)
 
     def map(self, change: Callable[[Product], Product]) -> LayerSpec:
         """The same with other products, of those that can be quantised."""
@@ -556,12 +627,17 @@ class ModelSpec:
 
     @property
     def attentions(self) -> list[FullAttention]:
-        """Those of all layers."""
-        return [layer.mixer for layer in self.layers]
+        """Those of the layers that have one, in their order; the n-th has the n-th keys and values."""
+        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, FullAttention)]
+
+    @property
+    def delta_nets(self) -> list[DeltaNet]:
+        """Those of the layers that keep a state, in their order; the n-th has the n-th states."""
+        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, DeltaNet)]
 
     @property
     def attention(self) -> FullAttention:
-        """That of every layer: caches and kernels have one shape of heads."""
+        """That of every layer with one: caches and kernels have one shape of heads."""
         return self.attentions[0]
 
     @property
@@ -590,8 +666,9 @@ class ModelSpec:
         return min(self.max_position_embeddings, self.disputed_window or self.max_position_embeddings)
 
     def windows(self, max_seq_len: int) -> list[int | None]:
-        """Of each layer; None where it has none, or one that no sequence of max_seq_len tokens exceeds."""
-        found = [layer.mixer.window for layer in self.layers]
+        """Of each of `attentions`; None where it has none, or one that no sequence of max_seq_len tokens
+        exceeds."""
+        found = [mixer.window for mixer in self.attentions]
         return [window if window and window < max_seq_len else None for window in found]
 
     def check_max_seq_len(self, max_seq_len: int) -> None:

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flashinfer_backend.models.rope import cos_sin, query_scales
-from flashinfer_backend.models.spec import Experts, LayerSpec, ModelSpec, Product
+from flashinfer_backend.models.spec import DeltaNet, Experts, FullAttention, LayerSpec, ModelSpec, Product
 from flashinfer_backend.ops.collectives import ALONE, Collectives
+from flashinfer_backend.ops.torch_delta import DeltaRows, DeltaStates, DeltaWeights
 from flashinfer_backend.ops.weight import Chosen, Weight
 
 KVCaches = list[tuple[Tensor, Tensor]]
@@ -36,22 +37,29 @@ class Taps(NamedTuple):
     rows: Tensor | None = None
 
 
+class Recurrent(NamedTuple):
+    """What layers that keep states are told of a step: the states of each such layer, and the step's rows."""
+
+    states: list[DeltaStates]
+    rows: DeltaRows
+
+
+class Stream(NamedTuple):
+    """What goes around attention: the residual stream [T, hidden], and what the gate of attention is the
+    sigmoid of, [T, Hq D], where it has one."""
+
+    hidden: Tensor
+    gate: Tensor | None = None
+
+
 class Layer(nn.Module):
     """One decoder layer: a weight for each of its spec's products and norms, by their names, and what is
-    computed with them, before and after attention.
-
-    cos_sin[positions, rotated values]: the table of its rotary embedding. kv_scales: the checkpoint's, of
-    keys and values in a cache of e4m3.
-    """
+    computed with them behind its mixer."""
 
     input_norm: nn.Parameter | None
     mixer_norm: nn.Parameter | None
     post_norm: nn.Parameter | None
     mlp_norm: nn.Parameter | None
-    q_norm: nn.Parameter | None
-    k_norm: nn.Parameter | None
-    sinks: nn.Parameter | None
-    qkv: Weight
     o: Weight
     router: Weight
     gate_up: Weight
@@ -61,70 +69,17 @@ class Layer(nn.Module):
     shared_gate: Weight
 
     def __init__(
-        self, spec: LayerSpec, model: ModelSpec, ops: ModuleType, cos_sin: Tensor, dtype: torch.dtype
+        self, spec: LayerSpec, model: ModelSpec, ops: ModuleType, device: torch.device, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.spec, self.ops, self.cos_sin = spec, ops, cos_sin
+        self.spec, self.ops = spec, ops
         self.eps, self.rank = model.norm_eps, model.shard.rank
-        self.kv_scales = (1.0, 1.0)
-        self.input_norm = self.mixer_norm = self.post_norm = self.mlp_norm = self.q_norm = self.k_norm = None
+        self.input_norm = self.mixer_norm = self.post_norm = self.mlp_norm = None
         for norm in spec.norms:
             size = norm.own.stop - norm.own.start
-            setattr(self, norm.name, parameter((size,), dtype, cos_sin.device))
+            setattr(self, norm.name, parameter((size,), dtype, device))
         for product in spec.products:
-            setattr(self, product.name, weight(product, dtype, cos_sin.device))
-        own = spec.mixer
-        self.sinks = parameter((own.heads,), torch.float32, cos_sin.device) if own.sinks else None
-        self.query_scales: Tensor | None = None
-        if own.query_scaling is not None and len(cos_sin) > own.query_scaling[1]:
-            scales = query_scales(*own.query_scaling, len(cos_sin))
-            self.query_scales = scales.to(cos_sin.device, dtype)
-
-    def before(
-        self,
-        hidden: Tensor,
-        positions: Tensor,
-        cache_locations: Tensor,
-        kv_cache: tuple[Tensor, Tensor],
-        out: Tensor | None = None,
-        collectives: Collectives = ALONE,
-        chosen: Chosen | None = None,
-    ) -> Tensor:
-        """Up to attention: stores this step's keys and values, returns q[T, Hq, D] (in `out` when given).
-        chosen: the tokens' adapters, as in Transformer.forward."""
-        qkv = self._product(hidden, self.input_norm, self.qkv, chosen)
-        if self.spec.mixer.qk_norm == "all":
-            self._norm_all_heads(qkv, collectives)
-        return self.rotate(qkv, positions, cache_locations, kv_cache, out)
-
-    def rotate(
-        self,
-        qkv: Tensor,
-        positions: Tensor,
-        cache_locations: Tensor,
-        kv_cache: tuple[Tensor, Tensor],
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """The same from the product qkv[T, (Hq + 2 Hkv) D] on."""
-        mixer = self.spec.mixer
-        head_norms = (None, None) if mixer.qk_norm == "all" else (self.q_norm, self.k_norm)
-        q = self.ops.rope_and_store(
-            qkv,
-            positions,
-            self.cos_sin,
-            *kv_cache,
-            cache_locations,
-            *head_norms,
-            self.eps,
-            mixer.heads,
-            mixer.kv_heads,
-            out,
-            self.kv_scales,
-            norm_rotated=mixer.qk_norm == "rotated",
-        )
-        if self.query_scales is not None:
-            q *= self.query_scales[positions].view(-1, 1, 1)
-        return q
+            setattr(self, product.name, weight(product, dtype, device))
 
     def _product(self, x: Tensor, norm: Tensor | None, weight: Weight, chosen: Chosen | None) -> Tensor:
         """weight of x[T, K], normed first if there is a norm, with its tokens' adapters -> [T, N]."""
@@ -132,22 +87,11 @@ class Layer(nn.Module):
             return self.ops.linear(x, weight, weight.bias, chosen)
         return self.ops.norm_linear(x, norm, self.eps, weight, weight.bias, chosen=chosen)
 
-    def _norm_all_heads(self, qkv: Tensor, collectives: Collectives) -> None:
-        """Norm the queries of all ranks' heads together, and the keys, in place."""
-        mixer, size = self.spec.mixer, collectives.shard.size
-        parts = qkv.split([n * mixer.head_dim for n in (mixer.heads, mixer.kv_heads, mixer.kv_heads)], dim=-1)
-        wide = [part.float() for part in parts[:2]]
-        squares = torch.stack([x.square().mean(-1) for x in wide]) / size
-        if size > 1:  # ranks that have the same heads count them equally often
-            squares = collectives.sum(squares)
-        for part, x, square, weight in zip(parts, wide, squares, (self.q_norm, self.k_norm), strict=False):
-            part.copy_((x * torch.rsqrt(square.unsqueeze(-1) + self.eps)).to(part.dtype) * weight)
-
-    def after(
-        self, attended: Tensor, hidden: Tensor, collectives: Collectives, chosen: Chosen | None = None
+    def behind(
+        self, x: Tensor, hidden: Tensor, collectives: Collectives, chosen: Chosen | None = None
     ) -> Tensor:
-        """From attention on: attended[T, Hq, D] and the residual stream -> the next one."""
-        x, residual = attended.view(len(hidden), -1), None if self.mixer_norm is not None else hidden
+        """From the mixer's result x[T, N] and the residual stream before it to the next one."""
+        residual = None if self.mixer_norm is not None else hidden
         added = collectives.all_reduce(self._added(x, self.o, residual, chosen))
         hidden = self._onto(hidden, added, self.mixer_norm)
         residual = None if self.mlp_norm is not None else hidden
@@ -199,6 +143,146 @@ class Layer(nn.Module):
         return residual if self.rank == 0 else None
 
 
+class AttentionLayer(Layer):
+    """A layer whose mixer is attention.
+
+    cos_sin[positions, rotated values]: the table of its rotary embedding. kv_scales: the checkpoint's, of
+    keys and values in a cache of e4m3.
+    """
+
+    q_norm: nn.Parameter | None
+    k_norm: nn.Parameter | None
+    sinks: nn.Parameter | None
+    qkv: Weight
+
+    def __init__(
+        self, spec: LayerSpec, model: ModelSpec, ops: ModuleType, cos_sin: Tensor, dtype: torch.dtype
+    ) -> None:
+        super().__init__(spec, model, ops, cos_sin.device, dtype)
+        assert isinstance(spec.mixer, FullAttention)
+        self.mixer = own = spec.mixer
+        self.cos_sin, self.kv_scales = cos_sin, (1.0, 1.0)
+        if not own.norms:
+            self.q_norm = self.k_norm = None
+        self.sinks = parameter((own.heads,), torch.float32, cos_sin.device) if own.sinks else None
+        self.query_scales: Tensor | None = None
+        if own.query_scaling is not None and len(cos_sin) > own.query_scaling[1]:
+            scales = query_scales(*own.query_scaling, len(cos_sin))
+            self.query_scales = scales.to(cos_sin.device, dtype)
+
+    def before(
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        cache_locations: Tensor,
+        kv_cache: tuple[Tensor, Tensor],
+        out: Tensor | None = None,
+        collectives: Collectives = ALONE,
+        chosen: Chosen | None = None,
+    ) -> tuple[Tensor, Stream]:
+        """Up to attention: stores this step's keys and values, returns q[T, Hq, D] (in `out` when given) and
+        what goes around attention. chosen: the tokens' adapters, as in Transformer.forward."""
+        qkv, gate = self._product(hidden, self.input_norm, self.qkv, chosen), None
+        if self.mixer.gated:
+            qkv, gate = qkv[:, : self.mixer.qkv_columns], qkv[:, self.mixer.qkv_columns :]
+        if self.mixer.qk_norm == "all":
+            self._norm_all_heads(qkv, collectives)
+        return self.rotate(qkv, positions, cache_locations, kv_cache, out), Stream(hidden, gate)
+
+    def rotate(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        cache_locations: Tensor,
+        kv_cache: tuple[Tensor, Tensor],
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """q from the product qkv[T, (Hq + 2 Hkv) D] on."""
+        mixer = self.mixer
+        head_norms = (None, None) if mixer.qk_norm == "all" else (self.q_norm, self.k_norm)
+        q = self.ops.rope_and_store(
+            qkv,
+            positions,
+            self.cos_sin,
+            *kv_cache,
+            cache_locations,
+            *head_norms,
+            self.eps,
+            mixer.heads,
+            mixer.kv_heads,
+            out,
+            self.kv_scales,
+            norm_rotated=mixer.qk_norm == "rotated",
+        )
+        if self.query_scales is not None:
+            q *= self.query_scales[positions].view(-1, 1, 1)
+        return q
+
+    def _norm_all_heads(self, qkv: Tensor, collectives: Collectives) -> None:
+        """Norm the queries of all ranks' heads together, and the keys, in place."""
+        mixer, size = self.mixer, collectives.shard.size
+        parts = qkv.split([n * mixer.head_dim for n in (mixer.heads, mixer.kv_heads, mixer.kv_heads)], dim=-1)
+        wide = [part.float() for part in parts[:2]]
+        squares = torch.stack([x.square().mean(-1) for x in wide]) / size
+        if size > 1:  # ranks that have the same heads count them equally often
+            squares = collectives.sum(squares)
+        for part, x, square, weight in zip(parts, wide, squares, (self.q_norm, self.k_norm), strict=False):
+            part.copy_((x * torch.rsqrt(square.unsqueeze(-1) + self.eps)).to(part.dtype) * weight)
+
+    def after(
+        self, attended: Tensor, stream: Stream, collectives: Collectives, chosen: Chosen | None = None
+    ) -> Tensor:
+        """From attention on: attended[T, Hq, D] and what goes around it -> the next residual stream."""
+        hidden, gate = stream
+        x = attended.view(len(hidden), -1)
+        if gate is not None:
+            x = x * torch.sigmoid(gate)
+        return self.behind(x, hidden, collectives, chosen)
+
+
+class DeltaLayer(Layer):
+    """A layer whose mixer is a gated delta net. Its states need nothing of the host, so that it is a part of
+    what a step runs between two layers' attention."""
+
+    qkvz: Weight
+    ba: Weight
+    out_norm: nn.Parameter
+
+    def __init__(
+        self, spec: LayerSpec, model: ModelSpec, ops: ModuleType, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__(spec, model, ops, device, dtype)
+        assert isinstance(spec.mixer, DeltaNet)
+        self.mixer = own = spec.mixer
+        self.conv = parameter((sum(own.widths), own.kernel), dtype, device)
+        self.a_log = parameter((own.value_heads,), torch.float32, device)
+        self.dt_bias = parameter((own.value_heads,), torch.float32, device)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        recurrent: Recurrent,
+        place: int,
+        collectives: Collectives,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """The residual stream hidden[T, hidden] -> the next one, of the tokens in `rows` alone if given.
+        place: of the layer's states in recurrent.states."""
+        mixer, ops = self.mixer, self.ops
+        assert self.input_norm is not None
+        normed = ops.rms_norm(hidden, self.input_norm, self.eps)
+        qkvz, ba = ops.linear(normed, self.qkvz), F.linear(normed, self.ba.data)
+        qkv, z = qkvz.split((sum(mixer.widths), mixer.widths[2]), dim=-1)
+        b, a = ba.chunk(2, dim=-1)
+        own = DeltaWeights(self.conv, self.a_log, self.dt_bias, self.out_norm, self.eps)
+        x = ops.delta_net(qkv, z, a, b, own, recurrent.states[place], recurrent.rows)
+        if rows is not None:
+            x, hidden = x[rows], hidden[rows]
+            if not len(rows):
+                return hidden
+        return self.behind(x, hidden, collectives)
+
+
 class Transformer(nn.Module):
     """Decoder with uninitialised weights; weights.load_weights fills them.
 
@@ -228,15 +312,21 @@ class Transformer(nn.Module):
         self.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         self.device = torch.device(device)
         self.collectives = ALONE
-        mixers = [layer.mixer for layer in spec.layers]
-        ropes = {mixer.rope for mixer in mixers}
+        ropes = {mixer.rope for mixer in spec.attentions}
         tables = {rope: cos_sin(rope, max_seq_len).to(self.device) for rope in ropes}
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self.dtype).item()
         self._own_tokens = spec.embedding.sources[0].part.rows
         self.embed_tokens = parameter(spec.embedding.shape, self.dtype, self.device)
         self.layers = nn.ModuleList(  # type: ignore[assignment]
-            Layer(layer, spec, ops, tables[layer.mixer.rope], self.dtype) for layer in spec.layers
+            AttentionLayer(layer, spec, ops, tables[layer.mixer.rope], self.dtype)
+            if isinstance(layer.mixer, FullAttention)
+            else DeltaLayer(layer, spec, ops, self.device, self.dtype)
+            for layer in spec.layers
         )
+        kinds = [isinstance(layer, AttentionLayer) for layer in self.layers]
+        self._layers_with_attention = [-1, *(number for number, attends in enumerate(kinds) if attends)]
+        states = [number for number, attends in enumerate(kinds) if not attends]
+        self._places = {number: place for place, number in enumerate(states)}  # in Recurrent.states
         self.final_norm = parameter((spec.hidden_size,), self.dtype, self.device)
         tied = spec.tie_word_embeddings
         self.lm_head = (
@@ -250,8 +340,13 @@ class Transformer(nn.Module):
 
     @property
     def kv_scales(self) -> tuple[tuple[float, float], ...]:
-        """Of keys and values in a cache of e4m3, by layer."""
-        return tuple(layer.kv_scales for layer in self.layers)
+        """Of keys and values in a cache of e4m3, of each layer with attention."""
+        return tuple(layer.kv_scales for layer in self.attention_layers)
+
+    @property
+    def attention_layers(self) -> list[AttentionLayer]:
+        """Those with attention, in their order."""
+        return [layer for layer in self.layers if isinstance(layer, AttentionLayer)]
 
     def forward(
         self,
@@ -264,24 +359,26 @@ class Transformer(nn.Module):
         between_layers: Callable[[], object] = lambda: None,
         taps: Taps | None = None,
         chosen: Chosen | None = None,
+        recurrent: Recurrent | None = None,
     ) -> Tensor:
         """One step over T tokens -> [R, hidden], the residual stream of the tokens in `rows` before the final
         norm; of all T without.
 
         input_ids[T] int32 or int64, positions[T] int32, cache_locations[T] int32 (block * P + offset; a list
-        of each layer's where layers are in several cache groups), rows[R] int32; kv_caches: per layer (K, V),
-        each [blocks, P, Hkv, D]. attention was planned for this step. between_layers is called after each
-        layer's attention, so that the caller can do other work. taps: other layers' outputs that are wanted.
-        chosen: the tokens' adapters, by their places in Weight.adapters; None: no token has one.
+        of those of each layer with attention where these are in several cache groups), rows[R] int32;
+        kv_caches: (K, V) of each layer with attention, each [blocks, P, Hkv, D]. attention was planned for
+        this step. between_layers is called after each layer's attention, so that the caller can do other
+        work. taps: other layers' outputs that are wanted. chosen: the tokens' adapters, by their places in
+        Weight.adapters; None: no token has one. recurrent: where layers keep states.
         """
-        inputs, attended, hidden = (input_ids, positions, cache_locations), None, None
-        for index in range(len(self.layers)):
-            q, hidden = self.piece(index, inputs, kv_caches, attended, hidden, None, taps, chosen)
+        inputs, attended, stream = (input_ids, positions, cache_locations), None, None
+        for index in range(len(self._layers_with_attention) - 1):
+            q, stream = self.piece(index, inputs, kv_caches, attended, stream, None, taps, chosen, recurrent)
             attended = torch.empty_like(q)
             attention.run(index, q, attended)
             between_layers()
-        assert attended is not None and hidden is not None
-        return self.finish(attended, hidden, rows, chosen)
+        assert attended is not None and stream is not None
+        return self.finish(attended, stream, rows, chosen, recurrent)
 
     def piece(
         self,
@@ -289,42 +386,66 @@ class Transformer(nn.Module):
         inputs: tuple[Tensor, Tensor, Tensor | list[Tensor]],
         kv_caches: KVCaches,
         attended: Tensor | None,
-        hidden: Tensor | None,
+        stream: Stream | None,
         out: Tensor | None = None,
         taps: Taps | None = None,
         chosen: Chosen | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """What a step runs before the attention of layer `index`, from the attention of the layer before on,
-        or from the embedding: attended[T, Hq, D] and the residual stream there -> q[T, Hq, D] (in `out` when
-        given) and the residual stream here. inputs: input_ids, positions and cache_locations of forward();
-        chosen: its own. Writes the output of the layer before to its place in taps."""
-        (input_ids, positions, locations), layers = inputs, self.layers
+        recurrent: Recurrent | None = None,
+    ) -> tuple[Tensor, Stream]:
+        """What a step runs before its attention number `index`, from the attention before on, or from the
+        embedding: attended[T, Hq, D] and what went around it -> q[T, Hq, D] (in `out` when given) and what
+        goes around here. inputs: input_ids, positions and cache_locations of forward(); chosen, recurrent:
+        its own. Writes the outputs of the layers between to their places in taps, and the embeddings, which
+        are layer -1's."""
+        input_ids, positions, locations = inputs
         cache_locations = locations if isinstance(locations, Tensor) else locations[index]
-        if attended is None or hidden is None:
+        before, here = self._layers_with_attention[index : index + 2]
+        if attended is None or stream is None:
             hidden = self.embed(input_ids)
         else:
-            hidden = layers[index - 1].after(attended, hidden, self.collectives, chosen)
-        if taps is not None and index - 1 in taps.layers:
-            for layer, place in zip(taps.layers, taps.out.split(hidden.shape[1], dim=1), strict=True):
-                if layer == index - 1 and taps.rows is None:
-                    place.copy_(hidden)
-                elif layer == index - 1:
-                    place[taps.rows] = hidden
+            layer = self.layers[before]
+            assert isinstance(layer, AttentionLayer)
+            hidden = layer.after(attended, stream, self.collectives, chosen)
+        _tap(taps, before, hidden)
+        for number in range(before + 1, here):
+            hidden = self._recur(number, hidden, recurrent)
+            _tap(taps, number, hidden)
+        layer = self.layers[here]
+        assert isinstance(layer, AttentionLayer)
         where = positions, cache_locations, kv_caches[index]
-        q = layers[index].before(hidden, *where, out, self.collectives, chosen)
-        return q, hidden
+        return layer.before(hidden, *where, out, self.collectives, chosen)
 
     def finish(
-        self, attended: Tensor, hidden: Tensor, rows: Tensor | None, chosen: Chosen | None = None
+        self,
+        attended: Tensor,
+        stream: Stream,
+        rows: Tensor | None,
+        chosen: Chosen | None = None,
+        recurrent: Recurrent | None = None,
     ) -> Tensor:
-        """The last piece, from the last layer's attention on, for the tokens in `rows`: the others' residual
-        stream is not read."""
-        if rows is not None:
-            attended, hidden = attended[rows], hidden[rows]
+        """The last piece, from the last attention on, for the tokens in `rows`: the others' residual stream
+        is not read behind the last layer's mixer."""
+        before, last = self._layers_with_attention[-1], len(self.layers) - 1
+        layer = self.layers[before]
+        assert isinstance(layer, AttentionLayer)
+        if rows is not None and before == last:
+            hidden, gate = stream
+            attended, stream = attended[rows], Stream(hidden[rows], None if gate is None else gate[rows])
             chosen = None if chosen is None else chosen.of(rows)
             if not len(rows):
-                return hidden
-        return self.layers[-1].after(attended, hidden, self.collectives, chosen)
+                return stream.hidden
+        hidden = layer.after(attended, stream, self.collectives, chosen)
+        for number in range(before + 1, last + 1):
+            hidden = self._recur(number, hidden, recurrent, rows if number == last else None)
+        return hidden
+
+    def _recur(
+        self, number: int, hidden: Tensor, recurrent: Recurrent | None, rows: Tensor | None = None
+    ) -> Tensor:
+        """One layer that keeps states."""
+        layer = self.layers[number]
+        assert isinstance(layer, DeltaLayer) and recurrent is not None
+        return layer(hidden, recurrent, self._places[number], self.collectives, rows)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """[T, hidden], the residual stream that the first layer takes."""
@@ -369,6 +490,16 @@ class Transformer(nn.Module):
         if (cap := spec.logits_soft_cap) is not None:
             own.div_(cap).tanh_().mul_(cap)
         return own if alone else self.collectives.gather_columns(own, spec.vocab_size, out)
+
+
+def _tap(taps: Taps | None, number: int, hidden: Tensor) -> None:
+    """Write a layer's output to its places, if it is wanted."""
+    if taps is not None and number in taps.layers:
+        for layer, place in zip(taps.layers, taps.out.split(hidden.shape[1], dim=1), strict=True):
+            if layer == number and taps.rows is None:
+                place.copy_(hidden)
+            elif layer == number:
+                place[taps.rows] = hidden
 
 
 def parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:

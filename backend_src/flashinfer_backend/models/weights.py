@@ -8,7 +8,7 @@ import itertools
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -22,7 +22,7 @@ from flashinfer_backend.core.values import some
 from flashinfer_backend.models.checkpoint_kind import ADAPTER_CONFIG, INDEX, SINGLE, weight_files
 from flashinfer_backend.models.safetensors_file import Header, state
 from flashinfer_backend.models.spec import ModelSpec, Norm, Product
-from flashinfer_backend.models.transformer import Layer, Transformer
+from flashinfer_backend.models.transformer import AttentionLayer, DeltaLayer, Layer, Transformer
 from flashinfer_backend.models.upload import Place, Uploader
 from flashinfer_backend.ops import mxfp4
 from flashinfer_backend.ops.fp8 import E4M3
@@ -49,10 +49,11 @@ class Model(Protocol):
 
     device: torch.device
     dtype: torch.dtype
-    layers: list[Layer]
 
     @property
     def spec(self) -> ModelSpec: ...
+    @property
+    def layers(self) -> Sequence[Layer]: ...
     def modules(self) -> Iterator[nn.Module]: ...
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
@@ -152,13 +153,31 @@ def of_layers(model: Model) -> dict[str, Stored]:
                 targets |= _of_stack(product, weight, prefix, not (product.adds and model.spec.shard.rank))
             else:
                 targets |= of_product(product, weight, prefix)
-        if layer.sinks is not None:
-            heads = layer.spec.mixer.own_heads
-            whole = layer.spec.mixer.qkv.sources[0].part.whole[0] // layer.spec.mixer.head_dim
+        if isinstance(layer, DeltaLayer):
+            targets |= _of_delta_net(layer, prefix)
+        if isinstance(layer, AttentionLayer) and layer.sinks is not None:
+            heads = layer.mixer.own_heads
+            whole = layer.mixer.qkv.sources[0].part.whole[0] // layer.mixer.head_dim
             targets[f"{prefix}self_attn.sinks"] = Stored(
                 ((whole,),), FLOATS, layer.sinks.copy_, heads, fills=f"{prefix}sinks"
             )
     return targets
+
+
+def _of_delta_net(layer: DeltaLayer, prefix: str) -> dict[str, Stored]:
+    """What fills what a delta net has beside its products."""
+    mixer, size = layer.mixer, layer.mixer.shard.size
+    channels, heads = sum(mixer.widths) * size, (mixer.value_heads * size,)
+
+    def take(found: Tensor) -> None:
+        layer.conv.copy_(torch.cat([found[own, 0] for own in mixer.own_channels]))
+
+    shape = channels, 1, mixer.kernel
+    targets = {"conv1d.weight": Stored((shape,), FLOATS, take, fills=f"{prefix}conv")}
+    for name, target in {"A_log": layer.a_log, "dt_bias": layer.dt_bias}.items():
+        fills = f"{prefix}{name.lower()}"
+        targets[name] = Stored((heads,), FLOATS, target.copy_, mixer.own_heads, fills=fills)
+    return {f"{prefix}linear_attn.{name}": stored for name, stored in targets.items()}
 
 
 def _of_norm(norm: Norm, target: Tensor, prefix: str) -> dict[str, Stored]:
@@ -265,6 +284,7 @@ def _kv_scales(model: Model, found: dict[tuple[int, str], float]) -> dict[str, S
     return {
         f"{layer.spec.prefix}.self_attn.{name.format(part)}": stored((index, part))
         for index, layer in enumerate(model.layers)
+        if isinstance(layer, AttentionLayer)
         for part in "kv"
         for name in KV_SCALE_NAMES
     }
@@ -446,6 +466,8 @@ def _set_kv_scales(model: Model, model_dir: Path, found: dict[tuple[int, str], f
     if not found:
         return
     for index, layer in enumerate(model.layers):
+        if not isinstance(layer, AttentionLayer):
+            continue
         missing = [part for part in "kv" if (index, part) not in found]
         if missing:
             raise WeightsError(

@@ -24,7 +24,7 @@ from flashinfer_backend.models.hf.eagle3 import Eagle3Spec
 from flashinfer_backend.models.rope import cos_sin
 from flashinfer_backend.models.safetensors_file import Header
 from flashinfer_backend.models.spec import Product
-from flashinfer_backend.models.transformer import Layer, Transformer, parameter, weight
+from flashinfer_backend.models.transformer import AttentionLayer, Stream, Transformer, parameter, weight
 from flashinfer_backend.models.weights import WeightsError, load_weights, of_layers, of_product
 from flashinfer_backend.ops.weight import FLOATS, INTEGERS, Stored, Weight
 from flashinfer_backend.speculate.proposer import DraftStep, Slots
@@ -32,7 +32,7 @@ from flashinfer_backend.speculate.proposer import DraftStep, Slots
 FIRST_LAYER = "midlayer"  # what SafeAILab's checkpoints call layers.0
 
 
-class FirstLayer(Layer):
+class FirstLayer(AttentionLayer):
     """The first layer, whose queries, keys and values come from the next token's embedding and from the
     hidden state, side by side, each with a norm."""
 
@@ -51,7 +51,7 @@ class Head(nn.Module):
     embed_tokens: [V, H], where that is not the target's.
     """
 
-    layers: list[Layer]
+    layers: list[AttentionLayer]
     embed_tokens: Tensor | None
 
     def __init__(self, spec: Eagle3Spec, target: Transformer, positions: int) -> None:
@@ -62,7 +62,7 @@ class Head(nn.Module):
         self._target = [target]  # in a list: its parameters are not this module's
         table = cos_sin(spec.attention.rope, positions).to(self.device)
         hidden, joined = spec.hidden_size, spec.fc.shape[1]
-        kinds = [FirstLayer, *[Layer] * (len(spec.layers) - 1)]
+        kinds = [FirstLayer, *[AttentionLayer] * (len(spec.layers) - 1)]
         self.layers = nn.ModuleList(  # type: ignore[assignment]
             kind(layer, spec, self.ops, table, self.dtype)
             for kind, layer in zip(kinds, spec.layers, strict=True)
@@ -115,7 +115,7 @@ class Head(nn.Module):
             attend(index, q, attended)
             if rows is not None and index == len(self.layers) - 1:
                 attended, hidden = attended[rows], hidden[rows]
-            hidden = layer.after(attended, hidden, self._target[0].collectives)
+            hidden = layer.after(attended, Stream(hidden), self._target[0].collectives)
         return hidden
 
     def store(
@@ -132,7 +132,7 @@ class Head(nn.Module):
             if index < len(self.layers) - 1:
                 attended = torch.empty_like(q)
                 attend(index, q, attended)
-                hidden = layer.after(attended, hidden, self._target[0].collectives)
+                hidden = layer.after(attended, Stream(hidden), self._target[0].collectives)
 
     def _before(
         self,
@@ -145,7 +145,7 @@ class Head(nn.Module):
         """A layer up to its attention: q[T, Hq, D] and the residual stream."""
         layer = self.layers[index]
         if not isinstance(layer, FirstLayer):
-            return layer.before(hidden, *places, caches[index]), hidden
+            return layer.before(hidden, *places, caches[index])[0], hidden
         both, normed = layer.enter(self._embed(tokens), hidden)
         q = layer.rotate(self.ops.linear_add(both, layer.qkv, None), *places, caches[index])
         return q, normed if self.spec.norm_before_residual else hidden
@@ -223,7 +223,7 @@ class Eagle3:
     def __init__(self, head: Head, target: Transformer, count: int) -> None:
         self.head, self.count = head, count
         self.layers = tuple(after - 1 for after in head.spec.taken_of(target.spec))
-        self.cache_layers, self._first = len(head.layers), len(target.layers)
+        self.cache_layers, self._first = len(head.layers), len(target.spec.attentions)
         # Keys and values of a second layer follow from the first one's attention.
         self.defers = self.cache_layers == 1
 

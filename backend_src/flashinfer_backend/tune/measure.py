@@ -130,13 +130,15 @@ class ModelBench:
         the first ones."""
         model, spec = self.model, self.model.spec
         start = self._random(tokens, spec.hidden_size)
-        attended = self._random(tokens, spec.attention.heads, spec.attention.head_dim)
+        widths = {layer.mixer.o.shape[1] for layer in spec.layers}
+        mixed = {width: self._random(tokens, width) for width in widths}
 
         def body() -> Tensor:
             hidden = start.clone()
             for layer in model.layers[:layers]:
-                model.ops.norm_linear(hidden, layer.input_norm, layer.eps, layer.qkv, layer.qkv.bias)
-                hidden = layer.after(attended, hidden, model.collectives)
+                first = getattr(layer, layer.spec.mixer.products[0].name)
+                model.ops.norm_linear(hidden, layer.input_norm, layer.eps, first, first.bias)
+                hidden = layer.behind(mixed[layer.spec.mixer.o.shape[1]], hidden, model.collectives)
             return model.logits(hidden[-MOST_LOGITS:])
 
         return body

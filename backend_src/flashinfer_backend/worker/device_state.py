@@ -18,17 +18,19 @@ from flashinfer_backend.attention.compared import ComparedAttention
 from flashinfer_backend.attention.contract import Mixer, Scores
 from flashinfer_backend.attention.grouped import GroupAttention, GroupedAttention
 from flashinfer_backend.attention.variants import VARIANTS
-from flashinfer_backend.cache.device import KVCache
+from flashinfer_backend.cache.device import KVCache, StateCache
 from flashinfer_backend.cache.groups import CacheGroup
 from flashinfer_backend.core import draft_counts
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.step import Feeds, StepPlan
-from flashinfer_backend.models.transformer import Taps, Transformer
+from flashinfer_backend.models.transformer import Recurrent, Taps, Transformer
 from flashinfer_backend.ops.staging import StagingRing
+from flashinfer_backend.ops.torch_delta import DeltaRows
 from flashinfer_backend.ops.weight import Chosen
 from flashinfer_backend.speculate.proposer import Proposer
 
 MOST_DEFERRED = 16  # tokens of a sequence that a proposer takes in at once
+NONE_BEFORE = np.zeros(1, np.int32)  # the start of a step's first row
 
 
 class DeviceState:
@@ -48,8 +50,12 @@ class DeviceState:
         groups: Sequence[CacheGroup],
         caches: Sequence[KVCache],
         proposer: Proposer | None = None,
+        states: StateCache | None = None,
     ) -> None:
+        """states: where layers keep some; rows are slots, the dummy, and behind it snapshots, whose numbers
+        begin with 1."""
         self.model, self.ops, self.device = model, ops, model.device
+        self.states = states
         self.groups, self.caches, self.kv_cache = groups, caches, caches[0]
         self._group_of = {layer: i for i, group in enumerate(groups) for layer in group.layers}
         pairs = [
@@ -94,7 +100,7 @@ class DeviceState:
         chosen = self._plain_attention() if plain else self._flashinfer_attention(config, proposer)
         if not config.compare_attention:
             return chosen
-        return ComparedAttention(chosen, self._plain_attention(), len(self.model.layers))
+        return ComparedAttention(chosen, self._plain_attention(), len(self.model.spec.attentions))
 
     def _plain_attention(self) -> Mixer:
         from flashinfer_backend.attention.torch_paged import TorchPagedAttention
@@ -158,6 +164,46 @@ class DeviceState:
             row = group * (self.dummy_slot + 1) + slot
             where, blocks = self.staging.upload([row * self.max_blocks + column, block]).view(2, -1)
             self.block_tables.view(-1)[where] = blocks
+
+    @property
+    def snapshots(self) -> int:
+        """How many there is room for."""
+        return 0 if self.states is None else self.states.rows - self.dummy_slot - 1
+
+    def restore_states(self, plan: StepPlan) -> None:
+        """Give sequences that came to slots the states of their cached prefixes, before the step."""
+        if self.states is not None and len(plan.restored):
+            slots, snapshots = self._state_rows(plan.restored)
+            self.states.copy(snapshots, slots)
+
+    def save_states(self, plan: StepPlan) -> None:
+        """Keep the states that the step has come to, behind it."""
+        if self.states is not None and len(plan.saved):
+            self.states.copy(*self._state_rows(plan.saved))
+
+    def _state_rows(self, pairs: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of slots and of snapshots."""
+        slots, snapshots = self.staging.upload([pairs.T.reshape(-1)]).view(2, -1)
+        return slots, snapshots + self.dummy_slot
+
+    def recurrent(self, plan: StepPlan, positions: torch.Tensor) -> Recurrent | None:
+        """What layers that keep states are told of the plan's rows; positions: of its tokens."""
+        if self.states is None:
+            return None
+        ends = np.cumsum(plan.lengths, dtype=np.int32)
+        words = self.staging.upload([plan.slots, NONE_BEFORE, ends])
+        slots, starts = words.split([plan.num_rows, plan.num_rows + 1])
+        longer = (plan.lengths > 1).nonzero()[0]
+        decodes = int(longer[0]) if len(longer) else plan.num_rows
+        rows = DeltaRows(slots, starts, positions[starts[:-1]], None, decodes)
+        return Recurrent(self.states.layers, rows)
+
+    def recurrent_decodes(self, slots: torch.Tensor, positions: torch.Tensor) -> Recurrent | None:
+        """The same of rows of one token each."""
+        if self.states is None:
+            return None
+        starts = torch.arange(len(slots) + 1, dtype=torch.int32, device=self.device)
+        return Recurrent(self.states.layers, DeltaRows(slots, starts, positions, None, len(slots)))
 
     def update_adapters(self, plan: StepPlan) -> None:
         """Note the adapters of sequences that came to slots, before the step reads them."""
@@ -258,15 +304,16 @@ class DeviceState:
 
 
 def scores_of(model: Transformer, layers: Sequence[int]) -> list[Scores]:
-    """Of these layers of the model; of a proposer's, which are behind them, the usual ones."""
+    """Of these of the model's layers with attention; of a proposer's, which are behind them, the usual
+    ones."""
     found = []
     for index in layers:
         usual = model.spec.attention.head_dim**-0.5
-        if index >= len(model.layers):
+        if index >= len(model.attention_layers):
             found.append(Scores(usual))
             continue
-        layer = model.layers[index]
-        mixer = layer.spec.mixer
+        layer = model.attention_layers[index]
+        mixer = layer.mixer
         by_head = torch.tensor(mixer.by_head, device=model.device) if mixer.variant else None
         variant = VARIANTS[mixer.variant] if mixer.variant else None
         found.append(Scores(mixer.scale or usual, mixer.soft_cap, layer.sinks, variant, by_head))

@@ -32,7 +32,7 @@ from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.contract import Captured, Prepared, StepShape
 from flashinfer_backend.core.draft_counts import SIZES, draft_counts, drafted_shapes
 from flashinfer_backend.core.step import NONE, Feeds, StepPlan, Wants
-from flashinfer_backend.models.transformer import Taps
+from flashinfer_backend.models.transformer import Stream, Taps
 from flashinfer_backend.ops.weight import Chosen
 from flashinfer_backend.worker.device_state import DeviceState
 from flashinfer_backend.worker.drafting import Drafting, Fed
@@ -348,7 +348,8 @@ class DecodeGraphs:
             taps = state.taps(tokens)
         chosen = state.chosen(owners) if self._adapted else None
         inputs = input_ids, positions, cache_locations, state.kv_layers, attention
-        hidden = state.model(*inputs, taps=taps, chosen=chosen)
+        recurrent = state.recurrent_decodes(owners, positions) if feeds == 1 else None
+        hidden = state.model(*inputs, taps=taps, chosen=chosen, recurrent=recurrent)
         logits = state.model.logits(hidden, self._logits[:tokens])
         collectives = state.model.collectives
         if collectives.shard.rank:
@@ -392,12 +393,12 @@ class DecodeGraphs:
 
 class FullStep(NamedTuple):
     """A captured step, attention and all: `decode_rows` is the most decode rows of a step that it serves,
-    `hidden` the residual stream at the last attention."""
+    `stream` what goes around the last attention."""
 
     decode_rows: int
     graph: torch.cuda.CUDAGraph
     attention: Captured
-    hidden: torch.Tensor
+    stream: Stream
 
 
 class MixedGraphs:
@@ -420,7 +421,7 @@ class MixedGraphs:
         self._chosen = state.chosen(dummies) if adapted else None
         self._no_words = torch.empty(0, dtype=torch.int32, device=device)
         self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}
-        self._hidden: dict[int, torch.Tensor] = {}
+        self._streams: dict[int, Stream] = {}
         self._full: dict[int, list[FullStep]] = {}
         self._capture_graph = capture
         with torch.inference_mode():
@@ -461,7 +462,7 @@ class MixedGraphs:
         """As `run`, of a step that plan_full has planned."""
         self._copy(input_ids, positions, cache_locations, chosen)
         full.graph.replay()
-        return self._model.finish(self._attended[: len(input_ids)], full.hidden, rows, chosen)
+        return self._model.finish(self._attended[: len(input_ids)], full.stream, rows, chosen)
 
     def run(
         self,
@@ -483,7 +484,7 @@ class MixedGraphs:
             graph.replay()
             attention.run(layer, q, attended)
             between_layers()
-        return self._model.finish(self._attended[:size], self._hidden[size], rows, chosen)
+        return self._model.finish(self._attended[:size], self._streams[size], rows, chosen)
 
     def taps(self, size: int) -> Taps | None:
         """The outputs that a proposer takes of the last step, of `size` tokens; None where it takes none."""
@@ -516,15 +517,14 @@ class MixedGraphs:
                 each.replay()
         return replay_seconds(graph.replay)
 
-    def _piece(self, size: int, index: int, hidden: torch.Tensor | None) -> torch.Tensor:
-        """Runs the model's piece before the attention of layer `index`, over the static tensors; returns the
-        residual stream."""
+    def _piece(self, size: int, index: int, stream: Stream | None) -> Stream:
+        """Runs the model's piece before its attention number `index`, over the static tensors; returns what
+        goes around that."""
         input_ids, positions, *locations = (row[:size] for row in self._inputs)
         cache_locations = self._state.by_layer(locations[0] if len(locations) == 1 else locations)
         inputs, attended = (input_ids, positions, cache_locations), self._attended[:size]
         own = self._q[:size], self.taps(size), self._own_chosen(size)
-        _, hidden = self._model.piece(index, inputs, self._state.kv_layers, attended, hidden, *own)
-        return hidden
+        return self._model.piece(index, inputs, self._state.kv_layers, attended, stream, *own)[1]
 
     def _own_chosen(self, size: int) -> Chosen | None:
         if self._chosen is None:
@@ -533,34 +533,36 @@ class MixedGraphs:
         return Chosen(places[:size], distinct[: 1 + size])
 
     def _capture(self, size: int) -> None:
-        hidden: torch.Tensor | None = None
+        stream: Stream | None = None
         self._graphs[size] = []
 
         def warm_up() -> None:
-            attended, hidden = self._attended[:size], self._piece(size, 0, None)
-            self._model.finish(attended, hidden, None, self._own_chosen(size))
+            attended, stream = self._attended[:size], self._piece(size, 0, None)
+            self._model.finish(attended, stream, None, self._own_chosen(size))
 
-        for index in range(len(self._model.layers)):
-            piece = functools.partial(self._piece, size, index, hidden)
-            graph, hidden = self._capture_graph(piece, (lambda: None) if index else warm_up)
+        for index in range(len(self._model.spec.attentions)):
+            piece = functools.partial(self._piece, size, index, stream)
+            graph, stream = self._capture_graph(piece, (lambda: None) if index else warm_up)
             self._graphs[size].append(graph)
-        assert hidden is not None
-        self._hidden[size] = hidden
+        assert stream is not None
+        self._streams[size] = stream
 
     def _capture_full(self, size: int, attention: Captured | None, rows: int) -> None:
         if attention is None:
             return
 
-        def layers(count: int) -> torch.Tensor:
-            hidden = None
+        def layers(count: int) -> Stream:
+            stream = None
             for index in range(count):
-                hidden = self._piece(size, index, hidden)
+                stream = self._piece(size, index, stream)
                 attention.run(index, self._q[:size], self._attended[:size])
-            assert hidden is not None
-            return hidden
+            assert stream is not None
+            return stream
 
-        graph, hidden = self._capture_graph(lambda: layers(len(self._model.layers)), lambda: layers(1))
-        self._full.setdefault(size, []).append(FullStep(rows, graph, attention, hidden))
+        graph, stream = self._capture_graph(
+            lambda: layers(len(self._model.spec.attentions)), lambda: layers(1)
+        )
+        self._full.setdefault(size, []).append(FullStep(rows, graph, attention, stream))
 
 
 def _decodes(slots: np.ndarray, lengths: np.ndarray) -> StepPlan:

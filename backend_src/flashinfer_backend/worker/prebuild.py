@@ -113,7 +113,7 @@ def _attention_kinds(model: ModelSpec, config: EngineConfig, capability: tuple[i
     """Modules of prompts' attention: with and without windows and soft caps, as layers want them. A variant
     is FA2's, and layers without one in its cache group are then, too."""
     windows = model.windows(config.max_seq_len or model.longest_seq_len)
-    mixers = [layer.mixer for layer in model.layers]
+    mixers = model.attentions
     varied = any(mixer.variant for mixer in mixers)
     kinds: set[Kind] = set()
     for window, mixer in zip(windows, mixers, strict=True):

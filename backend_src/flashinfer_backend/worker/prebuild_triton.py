@@ -189,7 +189,7 @@ def call_operations(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) 
         copies = empty(2, block, kv_heads, dim), empty(2, block, kv_heads, dim)
         triton_copy.copy_blocks(cache, copies, words(4), words(4), 3)
     drafts = 0 if config.speculative_method == "none" else config.max_draft_len
-    varied = any(layer.mixer.variant for layer in model.layers)  # which take FA2
+    varied = any(mixer.variant for mixer in model.attentions)  # which take FA2
     if config.attention_backend in ("auto", "triton") and not varied:
         most, fp8_cache = config.max_num_seqs, stored == E4M3
         before = 0
@@ -201,7 +201,7 @@ def call_operations(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) 
             if drafts:  # of each row alone, and of those that are checked with drafts
                 fed = {1} | {1 + n for r in range(before + 1, rows + 1) for n in draft_counts(r, drafts)}
                 lengths = [split.Lengths(last_token, queries) for queries in sorted(fed)]
-            for ends, cap in itertools.product(lengths, {layer.mixer.soft_cap for layer in model.layers}):
+            for ends, cap in itertools.product(lengths, {mixer.soft_cap for mixer in model.attentions}):
                 q = empty(rows * (1 if ends is None else ends.queries), heads, dim)
                 triton_decode.decode(q, cache, q, *given, soft_cap=cap, rows=rows, lengths=ends)
             before = rows

@@ -18,7 +18,7 @@ import torch
 
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.contract import Prepared
-from flashinfer_backend.cache.device import KVCache
+from flashinfer_backend.cache.device import KVCache, StateCache
 from flashinfer_backend.cache.groups import CacheGroup
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.draft_counts import drafted_shapes
@@ -85,11 +85,12 @@ class Runner:
         caches: Sequence[KVCache],
         proposer: Proposer | None = None,
         adapters: AdapterLoader | None = None,
+        states: StateCache | None = None,
     ) -> None:
         """caches: of each group's layers. proposer: of drafts. adapters: where the model has room for some.
-        Raises ValueError where drafts cannot be checked."""
+        states: as of DeviceState. Raises ValueError where drafts cannot be checked."""
         drafts = proposer.count if proposer is not None else 0
-        self.state = DeviceState(config, model, ops, groups, caches, proposer)
+        self.state = DeviceState(config, model, ops, groups, caches, proposer, states)
         self.device, self.adapters = self.state.device, adapters
         self.drafting = Drafting(proposer, self.state) if proposer is not None else None
         # Tokens and log probabilities of each; with drafts, how many tokens a row comes to, and new drafts.
@@ -118,11 +119,14 @@ class Runner:
         try:
             with telling(lambda: f"captured the graphs of {capture.sizes} of {total} sizes of steps"):
                 self.graphs = DecodeGraphs(state, sizes, capture, self.drafting)
-                self.mixed_graphs = MixedGraphs(state, capture)
+                # Layers with states launch by the number of a step's rows, which graphs of mixed steps
+                # do not fix: such steps run layer by layer.
+                if state.states is None:
+                    self.mixed_graphs = MixedGraphs(state, capture)
                 if self.adapters is not None:
                     self.adapted_graphs = (
                         DecodeGraphs(state, sizes, capture, self.drafting, adapted=True),
-                        MixedGraphs(state, capture, adapted=True),
+                        MixedGraphs(state, capture, adapted=True) if state.states is None else None,
                     )
         finally:
             gc.enable()
@@ -226,6 +230,7 @@ class Runner:
     ) -> _Computed:
         """All but what rows sample that ask for more than a temperature."""
         self.state.update_adapters(plan)
+        self.state.restore_states(plan)
         context: list[tuple[int, np.ndarray]] = []
         failed: list[tuple[int, str]] = []
         fed: Fed | Replayed
@@ -246,6 +251,7 @@ class Runner:
                 self._keep_context(plan, hidden, context, failed)
             logits = self.state.model.logits(hidden if rows is None else hidden[rows])
             tokens = self._sample(logits, fed.positions[sampling] + 1, plan)
+        self.state.save_states(plan)
         return _Computed(logits, tokens, fed, context, failed)
 
     def _graphs_of(self, plan: StepPlan) -> tuple[DecodeGraphs | None, MixedGraphs | None]:
@@ -343,7 +349,8 @@ class Runner:
             else:
                 ids, where, locations = inputs
                 given = ids, where, state.by_layer(locations)
-                hidden = state.model(*given, state.kv_layers, attention, rows, between_layers, taps, chosen)
+                own = between_layers, taps, chosen, state.recurrent(plan, where)
+                hidden = state.model(*given, state.kv_layers, attention, rows, *own)
         ids, where, locations = inputs
         fed = Fed(ids, slots, where, locations, attention, None if taps is None else taps.out)
         return hidden, sampling, fed if full is not None else fed.cut(plan.num_tokens)

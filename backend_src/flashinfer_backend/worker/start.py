@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from flashinfer_backend.attention.copies import copied_blocks, copies_bytes
-from flashinfer_backend.cache.device import KVCache, KVCacheFormat
+from flashinfer_backend.cache.device import KVCache, KVCacheFormat, StateFormat
 from flashinfer_backend.cache.groups import CacheGroup, cache_groups, share_memory
 from flashinfer_backend.core.config import EngineConfig, resolve_limits
 from flashinfer_backend.core.paths import resolve_drafter_dir, resolve_model_dir
@@ -118,6 +118,10 @@ def start_runner(
         raise ValueError(
             f"the checkpoint is {spec.pooling.what}. It has no use for drafts: set speculative_method=none"
         )
+    if make_proposer is not None and spec.delta_nets:
+        raise ValueError(
+            "layers that keep a state (linear attention) do not check drafts: set speculative_method=none"
+        )
     if make_proposer is not None:
         if window := min(filter(None, layers), default=None):
             raise ValueError(
@@ -129,6 +133,10 @@ def start_runner(
     groups = cache_groups(layers, config.tokens_per_block, _cache_format(config, model, (0,)).bytes_per_block)
     lengths = config.max_seq_len, config.max_num_tokens
     enough = [group.enough_blocks(config.max_num_seqs, *lengths) for group in groups]
+    states, snapshots = None, 0
+    if (kept := state_format(model)) is not None:
+        snapshots = model.collectives.minimum(_num_snapshots(config, model, kept, neighbours[shard.rank]))
+        states = kept.allocate(config.max_num_seqs + 1 + snapshots, device)
     num_blocks = model.collectives.minimum(_num_blocks(config, model, groups, enough, neighbours[shard.rank]))
     tokens = num_blocks * config.tokens_per_block
     if num_blocks < groups[0].needed_blocks(1, *lengths):
@@ -146,11 +154,19 @@ def start_runner(
         KVCache.allocate(_cache_format(config, model, group.layers), count + 1, device)
         for group, count in zip(groups, blocks, strict=True)
     ]
-    runner = Runner(config, model, ops, groups, caches, proposer, adapters)
+    runner = Runner(config, model, ops, groups, caches, proposer, adapters, states)
     _warm_up(config, runner)
     if turn is not None:
-        turn.ready(sum(g.bytes_per_block * (n + 1) for g, n in zip(groups, blocks, strict=True)))
+        own = sum(g.bytes_per_block * (n + 1) for g, n in zip(groups, blocks, strict=True))
+        turn.ready(own + (kept.bytes_per_sequence * states.rows if kept and states else 0))
         runner.turn = turn
+    if kept is not None:
+        log.info(
+            "states of %d slots and %d snapshots, %.1f MiB each",
+            config.max_num_seqs,
+            snapshots,
+            kept.bytes_per_sequence / 2**20,
+        )
     parts = [f"{n} for {len(g.layers)} layers ({g.name})" for g, n in zip(groups, blocks, strict=True)]
     log.info(
         "KV cache of %s blocks of %d tokens; ready after %.1f s",
@@ -254,7 +270,7 @@ def check_cuda_formats(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype
 
 
 def _check_scores(config: EngineConfig, spec: ModelSpec) -> None:
-    mixers = [layer.mixer for layer in spec.layers]
+    mixers = spec.attentions
     found = {
         "windows": any(spec.windows(config.max_seq_len)),
         "soft caps": any(mixer.soft_cap for mixer in mixers),
@@ -287,7 +303,7 @@ def _cache_format(config: EngineConfig, model: Transformer, layers: tuple[int, .
     """Of one cache group."""
     heads = model.spec.attention
     in_fp8 = config.kv_cache_dtype == "fp8_e4m3"
-    scales = model.kv_scales  # layers behind the model's are a proposer's
+    scales = model.kv_scales  # those behind the model's are a proposer's
     return KVCacheFormat(
         num_layers=len(layers),
         num_kv_heads=heads.kv_heads,
@@ -298,6 +314,36 @@ def _cache_format(config: EngineConfig, model: Transformer, layers: tuple[int, .
         if in_fp8
         else (),
     )
+
+
+def state_format(model: Transformer) -> StateFormat | None:
+    """Of layers that keep states; None: there is none."""
+    nets = model.spec.delta_nets
+    if not nets:
+        return None
+    net = nets[0]
+    sizes = net.value_heads, net.key_dim, net.value_dim, sum(net.widths), net.kernel
+    return StateFormat(len(nets), *sizes, model.dtype)
+
+
+def _num_snapshots(
+    config: EngineConfig, model: Transformer, states: StateFormat, neighbours: Neighbours
+) -> int:
+    """As many as slots, for reuse; else a few, for sequences of one request. On a GPU a quarter of what the
+    slots leave at most. neighbours: as of _num_blocks."""
+    wanted = config.max_num_seqs if config.enable_kv_cache_reuse else -(-config.max_num_seqs // 8)
+    if model.device.type == "cpu":
+        return wanted
+    each = states.bytes_per_sequence
+    free = _free_memory_after_largest_step(config, model) - GROWTH_BYTES * neighbours.waiting
+    free = int(free * config.kv_cache_free_gpu_mem_fraction)
+    left = free - each * (config.max_num_seqs + 1)
+    if left < 4 * each:
+        raise ValueError(
+            f"states of max_num_seqs={config.max_num_seqs} sequences take {each / 2**20:.1f} MiB each, and"
+            f" {max(0, free) / 2**30:.2f} GiB are left for them and the KV cache: lower max_num_seqs"
+        )
+    return min(wanted, left // 4 // each)
 
 
 def _num_blocks(
@@ -340,7 +386,7 @@ def _no_room(free: int, copies: int, shared: bool) -> str:
 
 def _copies_bytes(config: EngineConfig, model: Transformer) -> int:
     """Of what attention of prompts copies; plain torch and variants copy nothing."""
-    if config.attention_backend == "torch" or all(layer.mixer.variant for layer in model.spec.layers):
+    if config.attention_backend == "torch" or all(mixer.variant for mixer in model.spec.attentions):
         return 0  # FA2 reads the cache itself
     cache_format = _cache_format(config, model, (0,))
     lengths = config.max_seq_len, config.max_num_tokens

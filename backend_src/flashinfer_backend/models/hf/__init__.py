@@ -37,7 +37,9 @@ from flashinfer_backend.models.hf.phi3 import phi3
 from flashinfer_backend.models.hf.qwen2 import qwen2
 from flashinfer_backend.models.hf.qwen2_moe import qwen2_moe
 from flashinfer_backend.models.hf.qwen3 import qwen3
+from flashinfer_backend.models.hf.qwen3_5 import qwen3_5_moe_text, qwen3_5_text
 from flashinfer_backend.models.hf.qwen3_moe import qwen3_moe
+from flashinfer_backend.models.hf.qwen3_next import qwen3_next
 from flashinfer_backend.models.hf.seed_oss import seed_oss
 from flashinfer_backend.models.hf.smollm3 import smollm3
 from flashinfer_backend.models.pooling import Task, causal_name, read_pooling
@@ -52,6 +54,9 @@ ARCHITECTURES: dict[str, Callable[[Config], ModelSpec]] = {
     "MixtralForCausalLM": mixtral,
     "Qwen3MoeForCausalLM": qwen3_moe,
     "Qwen2MoeForCausalLM": qwen2_moe,
+    "Qwen3_5ForCausalLM": qwen3_5_text,
+    "Qwen3_5MoeForCausalLM": qwen3_5_moe_text,
+    "Qwen3NextForCausalLM": qwen3_next,
     "SeedOssForCausalLM": seed_oss,
     "MinistralForCausalLM": ministral,
     "Ministral3ForCausalLM": ministral3,

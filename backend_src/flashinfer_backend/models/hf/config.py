@@ -16,6 +16,7 @@ from flashinfer_backend.models.errors import UnsupportedModelError
 from flashinfer_backend.models.quantization import read_quantization
 from flashinfer_backend.models.spec import (
     Activation,
+    DeltaNet,
     Experts,
     FullAttention,
     Gated,
@@ -23,6 +24,7 @@ from flashinfer_backend.models.spec import (
     LinearScaling,
     Llama3Scaling,
     LongScaling,
+    Mixer,
     ModelSpec,
     Norm,
     Product,
@@ -77,6 +79,22 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
             "num_attention_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
         },
     ),
+    "Qwen3_5ForConditionalGeneration": (
+        "Qwen3_5ForCausalLM",
+        {
+            "vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
+            "num_attention_heads": 16, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
+        },
+    ),
+    "Qwen3_5MoeForConditionalGeneration": (
+        "Qwen3_5MoeForCausalLM",
+        {
+            "vocab_size": 248320, "hidden_size": 2048, "moe_intermediate_size": 512,
+            "num_hidden_layers": 40, "num_attention_heads": 16, "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-6, "num_experts": 256, "num_experts_per_tok": 8,
+            "shared_expert_intermediate_size": 512,
+        },
+    ),
     "Mistral3ForConditionalGeneration": (
         "MistralForCausalLM",
         {
@@ -96,6 +114,7 @@ ALIASES = (
 )
 IGNORED = (
     "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.",
+    "model.visual.",
 )  # fmt: skip
 # Norms of a layer, and the modules that have their weights.
 PRE_NORMS = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
@@ -194,13 +213,15 @@ class Config:
         neighbours: bool = False,
         partial: float | None = None,
         rope: dict[str, Any] | None = None,
+        gated: bool = False,
     ) -> FullAttention:
         """Of a layer without a window. kv_heads (default: as many as heads), head_dim (default: hidden_size
         over heads), theta and partial, the part of a head that is rotated, are what transformers takes where
         the keys are missing.
 
         fused: the module that has queries, keys and values in one matrix. neighbours: a head's pairs that are
-        rotated are neighbours, not of its halves. rope: its keys (default: those of config.json).
+        rotated are neighbours, not of its halves. rope: its keys (default: those of config.json). gated:
+        q_proj has behind each head's query its gate.
         """
         hidden, heads = self.hidden_size, self.count("num_attention_heads")
         if kv_heads is None or "num_key_value_heads" in self.raw:
@@ -223,6 +244,9 @@ class Config:
             else [whole(name, count, hidden) for name, count in zip(names, rows, strict=True)]
         )
         qkv[:2] = [source._replace(order=order) for source in qkv[:2]]
+        if gated:
+            queries, gates = taking_turns(names[0], heads, (head_dim, head_dim), hidden)
+            qkv = [*queries, *qkv[1:], *gates]
         o = whole("self_attn.o_proj", hidden, heads * head_dim)
         norms: tuple[Norm, ...] = ()
         if qk_norm:
@@ -242,6 +266,44 @@ class Config:
             Product("o", (o,), "columns", "o", bias=o_bias),
             qk_norm,
             norms,
+            gated=gated,
+        )
+
+    def delta_net(self, fused: bool) -> DeltaNet:
+        """Of a layer of linear attention. fused: queries, keys, values and gate are one matrix, as are betas
+        and decays, of one key head behind the other."""
+        hidden, kernel = self.hidden_size, self.count_or("linear_conv_kernel_dim", 4)
+        keys, values = (
+            self.count_or(f"linear_num_{name}_heads", n) for name, n in (("key", 16), ("value", 32))
+        )
+        key_dim, value_dim = (self.count_or(f"linear_{name}_head_dim", 128) for name in ("key", "value"))
+        if values % keys:
+            raise UnsupportedModelError(
+                f"linear_num_value_heads {values} is not a multiple of linear_num_key_heads {keys}"
+            )
+        share = values // keys
+        if fused:
+            rows = key_dim, key_dim, share * value_dim, share * value_dim
+            qkvz = taking_turns("linear_attn.in_proj_qkvz", keys, rows, hidden)
+            ba = taking_turns("linear_attn.in_proj_ba", keys, (share, share), hidden)
+            sources = [[source for each in parts for source in each] for parts in (qkvz, ba)]
+        else:
+            wide = values * value_dim
+            own = parts(["linear_attn.in_proj_qkv"] * 3, (keys * key_dim, keys * key_dim, wide), hidden)
+            sources = [
+                [*own, whole("linear_attn.in_proj_z", wide, hidden)],
+                [whole(f"linear_attn.in_proj_{name}", values, hidden) for name in "ba"],
+            ]
+        first, second = (tuple(each) for each in sources)
+        return DeltaNet(
+            keys,
+            values,
+            key_dim,
+            value_dim,
+            kernel,
+            Product("qkvz", first, "rows", "qkv"),
+            Product("ba", second, "rows", ""),
+            Product("o", (whole("linear_attn.out_proj", hidden, values * value_dim),), "columns", "o"),
         )
 
     def gated(
@@ -338,19 +400,20 @@ class Config:
             )
         return [window if name == "sliding_attention" else None for name in types]
 
-    def layer_types(self) -> list[str] | None:
-        """What each layer's attention is; None where config.json does not say so."""
+    def layer_types(self, other: str = "sliding_attention") -> list[str] | None:
+        """What each layer's mixer is, full_attention or the `other`; None where config.json does not say
+        so."""
         types = self.raw.get("layer_types")
-        if other := set(types or ()) - {"full_attention", "sliding_attention"}:
+        if wrong := set(types or ()) - {"full_attention", other}:
             raise UnsupportedModelError(
-                f"layer_types has {', '.join(map(repr, sorted(other)))}; supported: full_attention and"
-                " sliding_attention"
+                f"layer_types has {', '.join(map(repr, sorted(wrong)))}; supported: full_attention and"
+                f" {other}"
             )
         return types
 
     def model(
         self,
-        layers: Iterable[tuple[FullAttention, Gated]],
+        layers: Iterable[tuple[Mixer, Gated]],
         norms: dict[str, str] = PRE_NORMS,
         norm_offset: float = 0.0,
         final_scale: float = 1.0,
@@ -368,7 +431,7 @@ class Config:
         if residual_scale != 1 and not {"mixer_norm", "mlp_norm"}.isdisjoint(norms):
             raise ValueError("what is normed before it is added cannot be scaled by its weights")
 
-        def layer(index: int, mixer: FullAttention, mlp: Gated) -> LayerSpec:
+        def layer(index: int, mixer: Mixer, mlp: Gated) -> LayerSpec:
             place = f"model.layers.{index}"
 
             def stored(product: Product) -> Product:
@@ -560,6 +623,17 @@ def parts(modules: Sequence[str], rows: Sequence[int], columns: int) -> list[Sou
     whole = ends[-1], columns
     spans = zip(modules, rows, ends, strict=True)
     return [Source(name, Part(whole, slice(end - n, end), slice(0, columns))) for name, n, end in spans]
+
+
+def taking_turns(module: str, turns: int, rows: Sequence[int], columns: int) -> list[list[Source]]:
+    """A matrix whose parts of so many `rows` follow each other `turns` times: the sources of each part."""
+    found: list[list[Source]] = [[] for _ in rows]
+    whole, start = (turns * sum(rows), columns), 0
+    for turn in range(turns):
+        for part, count in enumerate(rows):
+            own = slice(start, start := start + count)
+            found[part].append(Source(module, Part(whole, own, slice(0, columns)), turn=(turn, turns)))
+    return found
 
 
 def _text_part(raw: dict[str, Any]) -> tuple[dict[str, Any], bool]:

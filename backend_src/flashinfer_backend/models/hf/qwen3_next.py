@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen3-Next: gated delta nets (https://arxiv.org/abs/2412.06464) in three of four layers, attention with
+an output gate (https://arxiv.org/abs/2505.06708) in the others, and experts next to one that all tokens
+share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flashinfer_backend.core.values import shown
+from flashinfer_backend.models.hf.config import Config
+from flashinfer_backend.models.hf.qwen3_moe import NAMES
+from flashinfer_backend.models.spec import Experts, Gated, ModelSpec
+
+DRAFTER = "mtp."  # beginning of the names of a head that guesses further tokens
+
+
+def qwen3_next(config: Config) -> ModelSpec:
+    experts = shared_experts(config, config.flag("norm_topk_prob", True))
+    return hybrid(config, config.with_dense_layers(experts), kv_heads=2, fused=True)
+
+
+def shared_experts(config: Config, norm_topk: bool) -> Experts:
+    experts = config.experts("moe_intermediate_size", "mlp", NAMES, norm_topk)
+    shared, gate = config.shared_expert("shared_expert_intermediate_size", "mlp")
+    return replace(experts, shared=shared, shared_gate=gate)
+
+
+def hybrid(config: Config, mlps: list[Gated], kv_heads: int, fused: bool) -> ModelSpec:
+    """A model with these MLPs. Norms multiply by 1 plus their weight, but for those of delta nets. fused: as
+    of Config.delta_net."""
+    config.only("partial_rotary_factor", attention_bias=False)
+    count, every = config.num_layers, config.count_or("full_attention_interval", 4)
+    types = config.layer_types("linear_attention") or [
+        "linear_attention" if (index + 1) % every else "full_attention" for index in range(count)
+    ]
+    if len(types) != count or "full_attention" not in types:
+        raise ValueError(
+            f"layer_types is {shown(types)}; it should name num_hidden_layers, {count}, layers, and one of"
+            " them at least full_attention"
+        )
+    # Of a text, the positions of all three sections are the same.
+    rope = {key: value for key, value in config.rope_keys().items() if not key.startswith("mrope_")}
+    config = config.changed(rope_scaling=None, rope_parameters=rope)
+    attention = config.attention(
+        kv_heads=kv_heads, head_dim=256, qk_norm="head", norm_offset=1.0, partial=0.25, gated=True
+    )
+    delta_net = config.delta_net(fused)
+    mixers = [attention if each == "full_attention" else delta_net for each in types]
+    model = config.model(zip(mixers, mlps, strict=True), norm_offset=1.0)
+    return replace(model, ignored=(*model.ignored, DRAFTER))
