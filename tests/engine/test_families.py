@@ -24,6 +24,9 @@ KINDS = [
     "olmo3",
     "phi3",
     "qwen2-moe",
+    "qwen3-next",
+    "qwen3.5",
+    "qwen3.5-moe",
     "smollm3",
 ]
 

@@ -79,6 +79,11 @@ class BlockPool:
             block -= 1
         return length
 
+    def latest(self, keys: list[bytes], most: int) -> int:
+        """How many of the first `most` keys there are up to the last one that is known: of snapshots, each of
+        which stands for all of a prefix."""
+        return next((n for n in range(most, 0, -1) if keys[n - 1] in self._block_of), 0)
+
     def keep(self, keys: list[bytes]) -> None:
         """Have the blocks of `keys`, all of which are known, evicted last: a request waits for them."""
         for key in reversed(keys):

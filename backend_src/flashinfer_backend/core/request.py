@@ -44,6 +44,11 @@ class Request:
     reused_blocks: int = 0
     allocated_blocks: int = 0
     new_blocks: int = 0  # of the allocated ones: nothing had to leave the cache for them
+    # Where layers keep states: tokens of its prompt behind which they are kept, ascending; and the latest one
+    # behind what it generates, which it holds while it runs (0: none), and of how many tokens that is.
+    borders: list[int] = field(default_factory=list)
+    snapshot: int = 0
+    snapshot_tokens: int = 0
     drafted_tokens: int = 0  # that its steps checked
     accepted_tokens: int = 0  # of these
     arrival_ns: int = 0

@@ -94,7 +94,8 @@ def start(
         BlockPool(cache.num_blocks, group.tail)
         for group, cache in zip(state.groups, state.caches, strict=True)
     ]
-    manager = KVCacheManager(pools, config.tokens_per_block, config.enable_kv_cache_reuse)
+    snapshots = BlockPool(state.snapshots + 1) if state.states is not None else None
+    manager = KVCacheManager(pools, config.tokens_per_block, config.enable_kv_cache_reuse, snapshots)
     spec = runner.state.model.spec
     scheduling = device.active().scheduling
     logits_tokens = step_tokens(spec.vocab_size)

@@ -197,23 +197,15 @@ class InvariantChecker:
         """Every block is free, cached, or held by exactly the sequences whose tables name it."""
         scheduler, manager = self._scheduler, self._scheduler.kv_manager
         running = scheduler.running.values()
+        if manager.snapshots is not None:
+            kept = [request.snapshot for request in running if request.snapshot] + scheduler._saving
+            held = np.bincount(np.array(kept, np.int64), minlength=manager.snapshots.num_blocks + 1)
+            self._check_places(manager.snapshots, held, "snapshot")
+            for request in running:
+                named = request.snapshot in manager.snapshots._key_of
+                _require(not named, f"request {request.handle} writes to a snapshot that others can find")
         for group, pool in enumerate(manager.pools):
-            held = self._holders(group, pool)
-            for block in (held != pool._references).nonzero()[0].tolist():
-                count = int(pool._references[block])
-                raise BrokenInvariantError(
-                    f"block {block} counts {count} holders, and {int(held[block])} sequences have it"
-                )
-            free = np.bincount(np.array(pool._free, np.int64), minlength=len(held))
-            cached = np.zeros(len(held), np.int64)
-            cached[list(pool._lru)] = 1
-            places = free + cached + (held > 0)
-            for block in (places[1:] != 1).nonzero()[0].tolist():
-                raise BrokenInvariantError(
-                    f"block {block + 1} is free {free[block + 1]} times, cached {cached[block + 1]} times "
-                    f"and held by {held[block + 1]} sequences; it should be in one place"
-                )
-            _require(not places[0], "block 0, which padding writes to, was given away")
+            free = self._check_places(pool, self._holders(group, pool), "block")
             self._check_names(group, pool, free)
             committed = sum(request.held[group].committed for request in running)
             _require(
@@ -227,6 +219,25 @@ class InvariantChecker:
             f"{reserved} blocks are reserved by sequences, {scheduler.reserved_blocks} in all, "
             f"{available} are there",
         )
+
+    def _check_places(self, pool: BlockPool, held: np.ndarray, what: str) -> np.ndarray:
+        """Each is in one place, and held as often as the pool counts; how often each is free."""
+        for block in (held != pool._references).nonzero()[0].tolist():
+            count = int(pool._references[block])
+            raise BrokenInvariantError(
+                f"{what} {block} counts {count} holders, and {int(held[block])} sequences have it"
+            )
+        free = np.bincount(np.array(pool._free, np.int64), minlength=len(held))
+        cached = np.zeros(len(held), np.int64)
+        cached[list(pool._lru)] = 1
+        places = free + cached + (held > 0)
+        for block in (places[1:] != 1).nonzero()[0].tolist():
+            raise BrokenInvariantError(
+                f"{what} {block + 1} is free {free[block + 1]} times, cached {cached[block + 1]} times "
+                f"and held by {held[block + 1]} sequences; it should be in one place"
+            )
+        _require(not places[0], f"{what} 0, which padding writes to, was given away")
+        return free
 
     def _holders(self, group: int, pool: BlockPool) -> np.ndarray:
         """How many sequences have each block."""

@@ -32,13 +32,21 @@ Update = tuple[int, int, int, int]  # group, slot, column of the slot's block ta
 class KVCacheManager:
     """Gives sequences blocks of each group's pool. All groups have blocks of `block_size` tokens."""
 
-    def __init__(self, pools: Sequence[BlockPool], block_size: int, reuse: bool) -> None:
-        """pools: by group, with that of the group without a window, if there is one, before the others."""
+    def __init__(
+        self,
+        pools: Sequence[BlockPool],
+        block_size: int,
+        reuse: bool,
+        snapshots: BlockPool | None = None,
+    ) -> None:
+        """pools: by group, with that of the group without a window, if there is one, before the others.
+        snapshots: of states, where layers keep some, by the key of the last block before each."""
         if not pools or any(pool.tail is None for pool in pools[1:]):
             raise ValueError("a KV cache has one group without a window at most, which is its first")
         self.pools = list(pools)
         self.block_size = block_size
         self.reuse = reuse
+        self.snapshots = snapshots
         self.full = pools[0] if pools[0].tail is None else None
         self.events: CacheEvents | None = None
         self.windows = [(group, pool) for group, pool in enumerate(pools) if pool.tail is not None]
@@ -60,10 +68,12 @@ class KVCacheManager:
         its blocks are available now in the group that keeps all."""
         known, unheld = (len(keys), 0) if self.full is None else self.full.count(keys)
         longest, before = known, -1
-        while self.windows and longest != before:  # a shorter one may end where another window lacks a block
+        while longest != before:  # a shorter one may end where another group lacks something
             before = longest
             for _, pool in self.windows:
                 longest = pool.serves(keys, longest)
+            if self.snapshots is not None:
+                longest = self.snapshots.latest(keys, longest)
         if longest < known and self.full is not None:
             unheld = self.full.count(keys[:longest])[1]
         return longest, unheld
@@ -72,6 +82,25 @@ class KVCacheManager:
         """Have what serves the prefix `keys`, which count() found, evicted last."""
         for pool in self.pools:
             pool.keep(keys[pool.behind(len(keys)) :])
+        if self.snapshots is not None:
+            self.snapshots.keep(keys[-1:])
+
+    def restore(self, keys: list[bytes]) -> int:
+        """The snapshot of the prefix `keys`, which count() found. It is read before the step that is planned,
+        so none that this step or a later one writes can be in its place by then."""
+        assert self.snapshots is not None
+        found = self.snapshots.match(keys[-1:])
+        self.snapshots.release(found)
+        return found[0]
+
+    def save(self, key: bytes) -> int | None:
+        """A snapshot to be written, which the caller holds; None where there is one, or no room."""
+        assert self.snapshots is not None
+        found = None if self.snapshots.count([key])[0] else self.snapshots.allocate(1)
+        if found is None:
+            return None
+        self.snapshots.register(found[0], key)
+        return found[0]
 
     def can_promise(self, request: Request, found: int, whole: bool) -> bool:
         """Whether the groups with windows have room for one more sequence, of which `found` blocks are in the
