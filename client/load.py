@@ -221,11 +221,7 @@ def _not_sent(requests: Sequence[Request], records: Sequence[RequestRecord]) -> 
 
 
 def _run_workers(
-    context: Any,
-    plans: list[WorkerPlan],
-    time_limit: float,
-    counters: Counters,
-    watch: Watch | None,
+    context: Any, plans: list[WorkerPlan], time_limit: float, counters: Counters, watch: Watch | None
 ) -> tuple[list[RequestRecord], list[float], bool, float]:
     """All workers' records, each one's CPU seconds, whether `watch` ended the run, and when it began on
     time.monotonic()."""

@@ -218,13 +218,7 @@ class TorchPagedAttention:
 
 
 def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    own: Tensor,
-    scores: Scores,
-    causal: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, own: Tensor, scores: Scores, causal: bool = False
 ) -> Tensor:
     """q [B, H, Q, D]; k, v [B, Hkv, L, D] -> [B, H, Q, D]. Heads of queries are H or, where those of a key's
     head are the Q of q, H * Q. mask (bool, true where a query sees a key) broadcasts to [B, H, Q, L], own

@@ -37,11 +37,7 @@ def _copy_blocks(
 
 
 def copy_blocks(
-    cache: tuple[Tensor, Tensor],
-    copies: tuple[Tensor, Tensor],
-    indices: Tensor,
-    kv_indptr: Tensor,
-    rows: int,
+    cache: tuple[Tensor, Tensor], copies: tuple[Tensor, Tensor], indices: Tensor, kv_indptr: Tensor, rows: int
 ) -> None:
     """Block i of the copies becomes block indices[i] of the cache, for i < kv_indptr[rows].
 

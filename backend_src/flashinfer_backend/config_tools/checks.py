@@ -5,12 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flashinfer_backend.core.config import (
-    LONGEST_AUTO_SEQ_LEN,
-    EngineConfig,
-    contradictions,
-    resolve_lengths,
-)
+from flashinfer_backend.core.config import LONGEST_AUTO_SEQ_LEN, EngineConfig, contradictions, resolve_lengths
 from flashinfer_backend.core.paths import resolve_drafter_dir, resolve_model_dir
 from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.models.adapters import AdapterError, read_adapter

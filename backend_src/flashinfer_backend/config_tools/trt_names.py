@@ -80,8 +80,7 @@ FOREIGN: dict[str, ForeignKnob] = {
     "eagle_choices": ForeignKnob((), _NO_SPECULATION),
     "speculative_decoding_fast_logits": ForeignKnob(("false",), _NO_SPECULATION),
     "tensorrt_llm_draft_model_name": ForeignKnob(
-        (),
-        "no second model drafts here: set speculative_method=eagle3 and draft_model=folder of the head",
+        (), "no second model drafts here: set speculative_method=eagle3 and draft_model=folder of the head"
     ),
     "lora_cache_optimal_adapter_size": ForeignKnob((), _LORA_ROOM),
     "lora_cache_max_adapter_size": ForeignKnob((), "the largest rank is max_lora_rank: set that"),

@@ -10,10 +10,7 @@ from __future__ import annotations
 
 GRPC = "user-agent"  # every gRPC library sends it
 BINARY = "inference-header-content-length"  # HTTP infer with binary inputs, whose outputs are also binary
-FORWARDED = {
-    "--grpc-header-forward-pattern": f"^{GRPC}$",
-    "--http-header-forward-pattern": f"(?i)^{BINARY}$",
-}
+FORWARDED = {"--grpc-header-forward-pattern": f"^{GRPC}$", "--http-header-forward-pattern": f"(?i)^{BINARY}$"}
 
 
 def forwarding(server_args: list[str]) -> list[str]:

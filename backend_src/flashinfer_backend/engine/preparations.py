@@ -50,10 +50,7 @@ class Preparations:
     """Takes each request through those that it needs, in their order, and then to the scheduler."""
 
     def __init__(
-        self,
-        line: Sequence[Preparation],
-        scheduler: Scheduler,
-        refuse: Callable[[Request, str], None],
+        self, line: Sequence[Preparation], scheduler: Scheduler, refuse: Callable[[Request, str], None]
     ) -> None:
         """refuse: told of a request that cannot be prepared, and why."""
         self._line, self._scheduler, self._refuse = line, scheduler, refuse

@@ -206,11 +206,7 @@ class Door:
                 row.params.stop_sequences += special
         return self.link.generate(list(rows), self.decoder(skip_special_tokens), reduce)
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        **options: Any,
-    ) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The text of a chat's prompt, by the checkpoint's template. Raises ApiError."""
         if self.template is None:
             raise ApiError(

@@ -62,10 +62,7 @@ class ApiError(Exception):
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return Response(
-            msgspec.json.encode(self.body(scope)),
-            self.status,
-            headers,
-            media_type="application/json",
+            msgspec.json.encode(self.body(scope)), self.status, headers, media_type="application/json"
         )
 
 

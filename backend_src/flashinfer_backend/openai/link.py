@@ -39,9 +39,7 @@ class LogitsRoom:
     """What one process has for logits of prompts, of all models: memory, and threads that reduce them."""
 
     def __init__(
-        self,
-        size: int = LOGITS_ROOM,
-        changed: Callable[[int, int], None] = lambda held, waiting: None,
+        self, size: int = LOGITS_ROOM, changed: Callable[[int, int], None] = lambda held, waiting: None
     ) -> None:
         """size: bytes that they may take at the same time, or one prompt's where that is more. changed: of
         Gate."""
@@ -75,10 +73,7 @@ class EngineLink:
             stream.streams.arrived(stream)
 
     def generate(
-        self,
-        rows: list[tuple[GenerationRequest, int]],
-        decoder: DeltaDecoder,
-        reduce: Reduce | None = None,
+        self, rows: list[tuple[GenerationRequest, int]], decoder: DeltaDecoder, reduce: Reduce | None = None
     ) -> Streams:
         """Submits sequences: for each row as many as said, which share its prompt and differ by their seed.
         Rows with context logits wait until there is room for these, which go through `reduce`, in a thread.

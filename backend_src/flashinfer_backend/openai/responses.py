@@ -28,12 +28,7 @@ from flashinfer_backend.openai.door import Door
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, Event
 from flashinfer_backend.openai.no_effect import check_value
-from flashinfer_backend.openai.requests import (
-    ENCRYPTED_REASONING,
-    ResponseFormat,
-    ResponsesRequest,
-    decode,
-)
+from flashinfer_backend.openai.requests import ENCRYPTED_REASONING, ResponseFormat, ResponsesRequest, decode
 from flashinfer_backend.openai.sampling import Guide, guide_of
 from flashinfer_backend.openai.store import Store
 from flashinfer_backend.openai.template import Place, plain_messages
@@ -478,9 +473,7 @@ class _Reply:
             self._arguments += each.text * (each.kind == ARGUMENTS)
         elif each.kind == ARGUMENTS:
             item["arguments"] += each.text
-            changes.append(
-                {"type": "response.function_call_arguments.delta", **place, "delta": each.text},
-            )
+            changes.append({"type": "response.function_call_arguments.delta", **place, "delta": each.text})
         elif each.kind == CONTENT:
             item["content"][0]["text"] += each.text
             changes.append(

@@ -86,11 +86,7 @@ NAMES = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 def prompt_lists(
-    prompt: np.ndarray,
-    logits: bytes | memoryview,
-    top: int,
-    decoder: DeltaDecoder,
-    written: DeltaDecoder,
+    prompt: np.ndarray, logits: bytes | memoryview, top: int, decoder: DeltaDecoder, written: DeltaDecoder
 ) -> TokenLists:
     """Of a prompt (int32 [n]) by its logits (float32 [n, V] as bytes), with the `top` likeliest for each
     token. The first token has no log probability. decoder, written: as of TokenLists."""

@@ -125,8 +125,7 @@ def _function(tool: Mapping[str, Any], place: str) -> dict[str, Any]:
         raise ApiError(f"{place}.parameters should be a JSON schema", param="tools")
     if function.get("strict") not in (None, True, False):
         raise ApiError(
-            f"{place}.strict is {shown(function['strict'])}; it should be true or false",
-            param="tools",
+            f"{place}.strict is {shown(function['strict'])}; it should be true or false", param="tools"
         )
     # How strict a call is read is for the server; the model is not told.
     return {key: value for key, value in function.items() if key != "strict" and value is not None}

@@ -26,10 +26,7 @@ def spec(kernel: str, variant: str, defines: Sequence[str]) -> Any:
     return gen_jit_spec(
         f"flashinfer_backend_{kernel}_{variant}_{digest}",
         [source],
-        extra_cuda_cflags=[
-            "-gencode=arch=compute_90a,code=sm_90a",
-            *(f"-D{define}" for define in defines),
-        ],
+        extra_cuda_cflags=["-gencode=arch=compute_90a,code=sm_90a", *(f"-D{define}" for define in defines)],
     )
 
 

@@ -42,11 +42,7 @@ def spec(dtype: torch.dtype, parts: int, zeros: bool) -> Any:
     return cuda_module.spec(
         "int4_linear",
         f"{element}_{parts}_{'zeros' if zeros else 'middle'}",
-        [
-            f"INT4_LINEAR_TYPE={element}",
-            f"INT4_LINEAR_PARTS={parts}",
-            f"INT4_LINEAR_ZERO={int(zeros)}",
-        ],
+        [f"INT4_LINEAR_TYPE={element}", f"INT4_LINEAR_PARTS={parts}", f"INT4_LINEAR_ZERO={int(zeros)}"],
     )
 
 

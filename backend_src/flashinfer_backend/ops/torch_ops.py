@@ -359,11 +359,7 @@ def accept(
 
 
 def record_tokens(
-    history: Tensor,
-    fed: tuple[Tensor, Tensor, Tensor],
-    slots: Tensor,
-    lengths: Tensor,
-    last_token: Tensor,
+    history: Tensor, fed: tuple[Tensor, Tensor, Tensor], slots: Tensor, lengths: Tensor, last_token: Tensor
 ) -> None:
     """Note a step's tokens in history[slots + 1, columns]: those fed, (tokens, slots, positions) [T] each,
     but for what is behind `lengths`, and the last tokens of `slots` [s] there. lengths, last_token: by slot.

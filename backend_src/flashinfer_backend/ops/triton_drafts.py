@@ -231,11 +231,7 @@ def _record_tokens(
 
 
 def record_tokens(
-    history: Tensor,
-    fed: tuple[Tensor, Tensor, Tensor],
-    slots: Tensor,
-    lengths: Tensor,
-    last_token: Tensor,
+    history: Tensor, fed: tuple[Tensor, Tensor, Tensor], slots: Tensor, lengths: Tensor, last_token: Tensor
 ) -> None:
     """See ops.torch_ops.record_tokens."""
     count, rows = fed[0].shape[0], slots.shape[0]

@@ -115,11 +115,7 @@ class Weight(nn.Module):
     order: Tensor | None  # of the columns, int64 [K], where groups are of columns that are no neighbours
 
     def __init__(
-        self,
-        role: Role,
-        data: Tensor,
-        format: Format | None = None,
-        scale: Tensor | None = None,
+        self, role: Role, data: Tensor, format: Format | None = None, scale: Tensor | None = None
     ) -> None:
         super().__init__()
         self.role, self.format = role, format or DENSE

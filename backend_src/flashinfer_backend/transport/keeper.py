@@ -32,12 +32,7 @@ class Keeper:
     """A process's hand on the keeper of its model's engines. Its methods may be called from any thread."""
 
     def __init__(
-        self,
-        run_dir: Path,
-        owner: int,
-        config: EngineConfig,
-        stays: bool = False,
-        engine: Sequence[str] = (),
+        self, run_dir: Path, owner: int, config: EngineConfig, stays: bool = False, engine: Sequence[str] = ()
     ) -> None:
         """run_dir: the model's. owner: the process that the engines end with. stays: they also live while no
         stub uses them. engine: another program than flashinfer_backend.engine. Raises EngineStartError where

@@ -69,10 +69,7 @@ GAUGES: dict[str, tuple[str, str, dict[str, Value]]] = {
     "nv_trt_llm_general_metrics": (
         "Time of the engine's latest report in seconds since the epoch, and its steps",
         "general_type",
-        {
-            "timestamp": lambda s: s.timestamp_ns / 1e9,
-            "iteration_counter": lambda s: s.iteration,
-        },
+        {"timestamp": lambda s: s.timestamp_ns / 1e9, "iteration_counter": lambda s: s.iteration},
     ),
 }
 PAUSED = ("nv_trt_llm_inflight_batcher_metrics", "paused_requests")

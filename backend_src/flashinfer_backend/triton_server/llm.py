@@ -80,11 +80,7 @@ class TritonPythonModel:
         name = self._parameters.get("postprocessing_model_name", "postprocessing")
         probe = self._responder.probe = postprocessing_probe(pb_utils, name)
         self._watch = ClientWatch(
-            self._responder.open_requests,
-            self._engines.cancel,
-            self._responder.seen,
-            probe,
-            period_ms / 1000,
+            self._responder.open_requests, self._engines.cancel, self._responder.seen, probe, period_ms / 1000
         )
         try:
             status = self._engines.wait_ready()

@@ -304,11 +304,7 @@ class _Reader:
 
 
 # The ensemble's name of an input, where it is another one: that is what most clients sent.
-_ENSEMBLE_NAMES = {
-    "request_output_len": "max_tokens",
-    "runtime_top_k": "top_k",
-    "runtime_top_p": "top_p",
-}
+_ENSEMBLE_NAMES = {"request_output_len": "max_tokens", "runtime_top_k": "top_k", "runtime_top_p": "top_p"}
 
 
 def _known_as(name: str) -> str:

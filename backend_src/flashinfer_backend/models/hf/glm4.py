@@ -18,11 +18,7 @@ NORMS = {
 def glm4(config: Config) -> ModelSpec:
     config.only("attention_bias", "partial_rotary_factor")
     attention = config.attention(
-        kv_heads=2,
-        head_dim=128,
-        bias=config.flag("attention_bias", True),
-        neighbours=True,
-        partial=0.5,
+        kv_heads=2, head_dim=128, bias=config.flag("attention_bias", True), neighbours=True, partial=0.5
     )
     mlp = config.gated(fused="gate_up_proj")
     return config.model([(attention, mlp)] * config.num_layers, norms=NORMS)

@@ -30,12 +30,7 @@ ALIASES = (
     ("transformer.norm_f.", "model.norm."),
 )
 # What transformers computes, whatever the keys say, or what they have to say.
-ONLY = {
-    "expansion_ratio": 4,
-    "no_bias": True,
-    "logit_scale": None,
-    "norm_type": "low_precision_layernorm",
-}
+ONLY = {"expansion_ratio": 4, "no_bias": True, "logit_scale": None, "norm_type": "low_precision_layernorm"}
 ONLY_ATTENTION = {
     "attn_type": "multihead_attention",
     "alibi": True,
@@ -67,11 +62,7 @@ def mpt(config: Config) -> ModelSpec:
     )
     attention = config.attention(fused="Wqkv").map(_named)
     attention = replace(
-        attention,
-        rope=None,
-        scale=config.number("softmax_scale"),
-        variant="alibi",
-        by_head=slopes(heads),
+        attention, rope=None, scale=config.number("softmax_scale"), variant="alibi", by_head=slopes(heads)
     )
     mlp = config.gated("gelu", gate=False).map(_named)
     norms = {"input_norm": "norm_1", "post_norm": "norm_2"}
