@@ -119,23 +119,11 @@ class PagedCalls:
         """FlashInfer's plan information for `rows` rows staged in `entry`; copies asynchronously from it."""
         shape, host = self._shape, entry.host(rows)
         arguments = [
-            self._float_workspace,
-            self._int_workspace[int(causal)],
-            entry.workspace,
-            host.qo_indptr,
-            host.kv_indptr,
-            host.kv_lens,
-            tokens,
-            rows,
-            shape.num_heads,
-            shape.num_kv_heads,
-            shape.block_size,
-            graph,
-            shape.head_dim,
-            shape.head_dim,
-            causal,
-            self._window_left,
-        ]
+            self._float_workspace, self._int_workspace[int(causal)], entry.workspace,
+            host.qo_indptr, host.kv_indptr, host.kv_lens, tokens, rows,
+            shape.num_heads, shape.num_kv_heads, shape.block_size, graph, shape.head_dim, shape.head_dim,
+            causal, self._window_left,
+        ]  # fmt: skip
         if backend == "fa2":
             # No fixed split, splitting allowed, nothing co-located; in graphs every row has one query.
             arguments += [-1, False, 0, 1 if graph else 0]
@@ -173,24 +161,14 @@ class PagedCalls:
         if scores.variant is not None:
             unused, more = [scores.by_head], [sm_scale]
         self._module(backend, scores.variant).paged_run(
-            self._float_workspace,
-            self._int_workspace[int(causal)],
-            info,
-            q,
-            *cache,
-            metadata.qo_indptr(rows),
-            metadata.kv_indptr(rows),
-            metadata.indices if indices is None else indices,
-            metadata.last_page_len(rows),
-            out,
-            lse,  # of the scores, to the base of 2
-            _CAUSAL if causal else _NON_CAUSAL,
-            _NHD,
-            self._window_left,
+            self._float_workspace, self._int_workspace[int(causal)], info, q, *cache,
+            metadata.qo_indptr(rows), metadata.kv_indptr(rows),
+            metadata.indices if indices is None else indices, metadata.last_page_len(rows),
+            out, lse,  # of the scores, to the base of 2
+            _CAUSAL if causal else _NON_CAUSAL, _NHD, self._window_left,
             True,  # programmatic dependent launch
-            *unused,
-            *more,
-        )
+            *unused, *more,
+        )  # fmt: skip
         if backend == "fa2" and v_scale != 1.0:
             out.mul_(v_scale)
         if lse is not None and scores.sinks is not None:

@@ -125,25 +125,11 @@ FIELDS = {
     "mcp_servers": OPTIONS,
     "chat_template": Bound(1, MIB),
     "previous_response_id": NAME,
-    **dict.fromkeys(
-        (
-            "model",
-            "lora_name",
-            "lora_path",
-            "prompt_name",
-            "user",
-            "safety_identifier",
-            "prompt_cache_key",
-            "prompt_cache_retention",
-            "request_id",
-            "service_tier",
-            "speed",
-            "truncation",
-            "verbosity",
-            "reasoning_effort",
-        ),
-        NAME,
-    ),
+    **dict.fromkeys((
+        "model", "lora_name", "lora_path", "prompt_name", "user", "safety_identifier", "prompt_cache_key",
+        "prompt_cache_retention", "request_id", "service_tier", "speed", "truncation", "verbosity",
+        "reasoning_effort",
+    ), NAME),
     # Tensors of preprocessing, and so of the ensemble
     "QUERY": Bound(1),
     "STOP_WORDS_DICT": WORDS,
@@ -170,4 +156,4 @@ FIELDS = {
     "CHUNK": Bound(MOST_IDS, all_values=MOST_IDS, of="ids"),
     # What a Triton request has beside its tensors, as JSON
     "parameters": Bound(1 << 16, MIB),
-}
+}  # fmt: skip

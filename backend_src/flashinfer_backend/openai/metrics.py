@@ -7,14 +7,16 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from flashinfer_backend.serving.generation import FINISH_REASONS, Chunk, Generation
 from flashinfer_backend.serving.timing import INTERVALS, LENGTHS, TOTALS, WAITS
 from flashinfer_backend.transport import protocol
 from flashinfer_backend.transport.doors import DoorState, read_doors
 
+T = TypeVar("T")
 PREFIX = "flashinfer_backend_openai_"
 MODEL_NAME = "model_name"  # the label of series that are one of several models'
 HISTOGRAMS = {
@@ -24,6 +26,12 @@ HISTOGRAMS = {
     "inter_token_latency_seconds": ("Time between two tokens, mean over a sequence", INTERVALS),
     "e2e_latency_seconds": ("From a sequence's submission to its last chunk", TOTALS),
     "queue_time_seconds": ("From arrival in the engine until a sequence was first scheduled", WAITS),
+}
+TIMES = {
+    "ttft": "time_to_first_token_seconds",
+    "itl": "inter_token_latency_seconds",
+    "e2e": "e2e_latency_seconds",
+    "queue": "queue_time_seconds",
 }
 PROMPT_LOGITS: dict[str, tuple[str, Literal["livesum", "livemax"]]] = {
     "prompt_logits_bytes": ("Room that logits of prompts have", "livesum"),
@@ -107,17 +115,12 @@ class Metrics:
         self._finished.labels(*label, FINISH_REASONS[chunk.code] if chunk else "aborted").inc()
         if chunk is None:
             return
-        now = time.monotonic()
         observe = self._observe[model]
         observe["prompt_tokens"](len(stream.row.prompt))
         observe["completion_tokens"](timing.sent)
-        observe["e2e_latency_seconds"](now - timing.started)
-        if timing.tokens:
-            observe["time_to_first_token_seconds"](timing.first - timing.started)
-        if timing.tokens > 1:
-            observe["inter_token_latency_seconds"]((timing.last - timing.first) / (timing.tokens - 1))
-        if timing.queued is not None:
-            observe["queue_time_seconds"](timing.queued)
+        for name, seconds in timing.durations().items():
+            if name in TIMES:
+                observe[TIMES[name]](seconds)
 
     def prompt_logits(self, held: int, waiting: int) -> None:
         """Notes what has room for logits of prompts: bytes, and how many prompts wait for some."""
@@ -136,11 +139,11 @@ class Metrics:
 
         every = CollectorRegistry()
         MultiProcessCollector(every)
-        every.register(_EngineState(models))
-        every.register(_RouterState(models))
+        every.register(_Collector(_engines, models))
+        every.register(_Collector(_routers, models))
         if any(model.adapters is not None for model in models):
-            every.register(_AdapterState(models))
-        every.register(_DoorState(read_doors(self._doors)))
+            every.register(_Collector(_adapters, models))
+        every.register(_Collector(_door_states, read_doors(self._doors)))
         return bytes(generate_latest(every))
 
 
@@ -170,96 +173,84 @@ _ROUTERS: dict[str, tuple[str, str, dict[str, Callable[[protocol.Status], float]
 }
 
 
-class _RouterState:
-    """A collector of the sums over all models' engines, one series of each."""
+class _Collector:
+    """Of families that a function yields."""
 
-    def __init__(self, models: Sequence[ModelState]) -> None:
-        self._statuses = [status for model in models for status in model.statuses if status is not None]
-
-    def collect(self) -> Iterator[Any]:
-        from prometheus_client.core import GaugeMetricFamily
-
-        for name, (text, label, values) in _ROUTERS.items() if self._statuses else ():
-            made = GaugeMetricFamily(name, text, labels=[label])
-            sums = {key: float(sum(map(value, self._statuses))) for key, value in values.items()}
-            if "used" in sums:
-                sums["fraction"] = sums["used"] / sums["max"]
-                sums["tokens_per"] = float(self._statuses[0].block_size)
-            for key, value in sums.items():
-                made.add_metric([key], value)
-            yield made
+    def __init__(self, families: Callable[[T], Iterator[Any]], state: T) -> None:
+        self.collect = partial(families, state)
 
 
-class _EngineState:
-    """A collector of the engines' reports; with several models each one's name is a label, with several
-    engines of a model their number."""
+def _routers(models: Sequence[ModelState]) -> Iterator[Any]:
+    """Sums over all models' engines, one series of each."""
+    from prometheus_client.core import GaugeMetricFamily
 
-    def __init__(self, models: Sequence[ModelState]) -> None:
-        self._models = models
-
-    def collect(self) -> Iterator[Any]:
-        from prometheus_client.core import GaugeMetricFamily
-
-        named, numbered = len(self._models) > 1, any(len(model.statuses) > 1 for model in self._models)
-        labels = [MODEL_NAME] * named + ["engine"] * numbered
-        engines = [
-            ([model.name] * named + [str(number)] * numbered, status)
-            for model in self._models
-            for number, status in enumerate(model.statuses)
-        ]
-
-        def family(name: str, text: str, values: list[tuple[list[str], float]]) -> Any:
-            made = GaugeMetricFamily(f"{PREFIX}engine_{name}", text, labels=labels)
-            for of, value in values:
-                made.add_metric(of, value)
-            return made
-
-        up = [(of, float(status is not None)) for of, status in engines]
-        yield family("up", "Whether there is an engine", up)
-        told = [(of, status) for of, status in engines if status is not None]
-        for name, text in ENGINE.items() if told else ():
-            yield family(name, text, [(of, float(getattr(status, name))) for of, status in told])
-
-
-class _AdapterState:
-    """A collector of which adapters run, as vLLM names it and request routers read it: the value is the time
-    of the report, and the labels are names with commas between. One series for all models."""
-
-    def __init__(self, models: Sequence[ModelState]) -> None:
-        self._models = models
-
-    def collect(self) -> Iterator[Any]:
-        from prometheus_client.core import GaugeMetricFamily
-
-        labels = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
-        made = GaugeMetricFamily("vllm:lora_requests_info", "Adapters of running requests", labels=labels)
-        running, waiting = set[str](), set[str]()
-        for model in self._models:
-            told = [status for status in model.statuses if status is not None]
-            for name, folder in (model.adapters or {}).items():
-                if any(folder in status.adapters_running for status in told):
-                    running.add(name)
-                if any(folder in status.adapters_waiting for status in told):
-                    waiting.add(name)
-        room = sum(model.room for model in self._models)
-        made.add_metric([str(room), ",".join(sorted(running)), ",".join(sorted(waiting))], time.time())
+    statuses = [status for model in models for status in model.statuses if status is not None]
+    for name, (text, label, values) in _ROUTERS.items() if statuses else ():
+        made = GaugeMetricFamily(name, text, labels=[label])
+        sums = {key: float(sum(map(value, statuses))) for key, value in values.items()}
+        if "used" in sums:
+            sums["fraction"] = sums["used"] / sums["max"]
+            sums["tokens_per"] = float(statuses[0].block_size)
+        for key, value in sums.items():
+            made.add_metric([key], value)
         yield made
 
 
-class _DoorState:
-    """A collector of what serve says of its doors."""
+def _engines(models: Sequence[ModelState]) -> Iterator[Any]:
+    """The engines' reports; with several models each one's name is a label, with several engines of a model
+    their number."""
+    from prometheus_client.core import GaugeMetricFamily
 
-    def __init__(self, doors: dict[str, DoorState]) -> None:
-        self._doors = doors
+    named, numbered = len(models) > 1, any(len(model.statuses) > 1 for model in models)
+    labels = [MODEL_NAME] * named + ["engine"] * numbered
+    engines = [
+        ([model.name] * named + [str(number)] * numbered, status)
+        for model in models
+        for number, status in enumerate(model.statuses)
+    ]
 
-    def collect(self) -> Iterator[Any]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+    def family(name: str, text: str, values: list[tuple[list[str], float]]) -> Any:
+        made = GaugeMetricFamily(f"{PREFIX}engine_{name}", text, labels=labels)
+        for of, value in values:
+            made.add_metric(of, value)
+        return made
 
-        up = GaugeMetricFamily(f"{PREFIX}door_up", "Whether a door of the server answers", labels=["door"])
-        starts = CounterMetricFamily(
-            f"{PREFIX}door_restarts", "How often a door was started again", labels=["door"]
-        )
-        for name, state in self._doors.items():
-            up.add_metric([name], state.up)
-            starts.add_metric([name], state.restarts)
-        yield from (up, starts)
+    up = [(of, float(status is not None)) for of, status in engines]
+    yield family("up", "Whether there is an engine", up)
+    told = [(of, status) for of, status in engines if status is not None]
+    for name, text in ENGINE.items() if told else ():
+        yield family(name, text, [(of, float(getattr(status, name))) for of, status in told])
+
+
+def _adapters(models: Sequence[ModelState]) -> Iterator[Any]:
+    """Which adapters run, as vLLM names it and request routers read it: the value is the time of the report,
+    and the labels are names with commas between. One series for all models."""
+    from prometheus_client.core import GaugeMetricFamily
+
+    labels = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
+    made = GaugeMetricFamily("vllm:lora_requests_info", "Adapters of running requests", labels=labels)
+    running, waiting = set[str](), set[str]()
+    for model in models:
+        told = [status for status in model.statuses if status is not None]
+        for name, folder in (model.adapters or {}).items():
+            if any(folder in status.adapters_running for status in told):
+                running.add(name)
+            if any(folder in status.adapters_waiting for status in told):
+                waiting.add(name)
+    room = sum(model.room for model in models)
+    made.add_metric([str(room), ",".join(sorted(running)), ",".join(sorted(waiting))], time.time())
+    yield made
+
+
+def _door_states(doors: dict[str, DoorState]) -> Iterator[Any]:
+    """What serve says of its doors."""
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    up = GaugeMetricFamily(f"{PREFIX}door_up", "Whether a door of the server answers", labels=["door"])
+    starts = CounterMetricFamily(
+        f"{PREFIX}door_restarts", "How often a door was started again", labels=["door"]
+    )
+    for name, state in doors.items():
+        up.add_metric([name], state.up)
+        starts.add_metric([name], state.restarts)
+    yield from (up, starts)

@@ -32,3 +32,13 @@ class SequenceTiming:
             self.first = now
         self.last = now
         self.tokens += 1
+
+    def durations(self) -> dict[str, float]:
+        """What is known at the sequence's end, in seconds: `ttft`, `itl` (mean) and `longest_itl` between its
+        tokens, `e2e` and `queue`."""
+        found = {"e2e": time.monotonic() - self.started}
+        if self.tokens:
+            found["ttft"] = self.first - self.started
+        if self.tokens > 1:
+            found |= {"itl": (self.last - self.first) / (self.tokens - 1), "longest_itl": self.longest}
+        return found if self.queued is None else found | {"queue": self.queued}

@@ -8,7 +8,6 @@ pass: what a sequence took is noted when it ends, and a thread hands the notes t
 from __future__ import annotations
 
 import threading
-import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable
@@ -30,6 +29,7 @@ ITL = "flashinfer_backend_inter_token_latency_seconds"
 LONGEST_ITL = "flashinfer_backend_inter_token_latency_max_seconds"
 E2E = "flashinfer_backend_e2e_latency_seconds"
 QUEUE = "flashinfer_backend_queue_time_seconds"
+TIMES = {"ttft": TTFT, "itl": ITL, "longest_itl": LONGEST_ITL, "e2e": E2E, "queue": QUEUE}
 FINISHED = "flashinfer_backend_sequences_finished_total"
 
 # Histogram: (description, buckets, labels in addition to those of all metrics).
@@ -95,14 +95,8 @@ class Metrics:
         note = self._notes.append
         note((INPUT, len(sequence.row.prompt)))
         note((OUTPUT, timing.sent))
-        note((E2E, time.monotonic() - timing.started))
-        if timing.tokens:
-            note((TTFT, timing.first - timing.started))
-        if timing.tokens > 1:
-            note((ITL, (timing.last - timing.first) / (timing.tokens - 1)))
-            note((LONGEST_ITL, timing.longest))
-        if timing.queued is not None:
-            note((QUEUE, timing.queued))
+        for name, seconds in timing.durations().items():
+            note((TIMES[name], seconds))
         self._ends.append(FINISH_REASONS[chunk.code])
 
     def refused(self) -> None:
