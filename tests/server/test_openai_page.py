@@ -128,6 +128,15 @@ def test_a_model_that_writes_no_text_says_so(door: OpenAiServer, browser: Browse
     browser.run(f"window.fetch = () => Promise.resolve(new Response({listed!r})); models()")
     wait_for(lambda: "Send texts to /v1/embeddings" in _text(browser, "#figures"), "what the model is")
     assert browser.run("return document.getElementById('send').disabled")
+    # Of several models, the first one that writes text is asked until another one is chosen.
+    several = json.dumps({"data": [{"id": "vectors", "task": "embed"}, {"id": "bundled"}]})
+    browser.run(f"window.fetch = () => Promise.resolve(new Response({several!r})); models()")
+    wait_for(lambda: "is tiny" in _text(browser, "#hint"), "the other model")
+    assert not browser.run("return document.getElementById('send').disabled")
+    choose = "e.value = 'vectors'; e.dispatchEvent(new Event('change'))"
+    browser.run(f"const e = document.getElementById('model'); {choose}")
+    assert _text(browser, "#hint") == "" and "/v1/embeddings" in _text(browser, "#figures")
+    assert browser.run("return document.getElementById('send').disabled")
 
 
 def test_an_error_is_shown(door: OpenAiServer, browser: Browser) -> None:
