@@ -522,6 +522,11 @@ def test_several_models_in_one_repository(tmp_path: Path) -> None:
         (["--model", "a=bundled", "--llm-name", "x"], "NAME_llm"),
         (["--model", "a=bundled", "--set", "b.max_num_seqs=4"], "no model is called b"),
         (["--model", "a=bundled", "--model", "b=bundled"], "on GPU 0 that of a and b makes 1.8"),
+        (
+            ["--model=a=bundled", "--model=b=bundled", "--set", "device=cpu", "a.replicas=2"]
+            + ["kv_events_endpoint=tcp://*:5557", "b.kv_events_endpoint=tcp://*:5558"],
+            "engines of a and b would use the port 5558",
+        ),
     ],
 )
 def test_several_models_refused(

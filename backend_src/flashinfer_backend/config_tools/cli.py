@@ -245,7 +245,7 @@ def _several(
         problems += [f"{name}: {problem}" for problem in checks.check(several[name])]
         if several[name][BLS] == "true":
             problems.append(f"{name}: {BLS}=true needs a repository with one model")
-    problems += _shared_gpus(several)
+    problems += _shared_gpus(several) + _shared_ports(several)
     return several
 
 
@@ -265,6 +265,22 @@ def _shared_gpus(several: dict[str, dict[str, str]]) -> list[str]:
         for gpu, held in shares.items()
         if sum(held.values()) > 1 + 1e-9
     ]
+
+
+def _shared_ports(several: dict[str, dict[str, str]]) -> list[str]:
+    """Ports on which engines of two models would publish."""
+    taken: dict[int, str] = {}
+    problems = []
+    for name, values in several.items():
+        for knob in ("kv_events_endpoint", "kv_events_replay_endpoint"):
+            first = re.search(r":(\d+)$", values[knob])
+            ports = range(int(first[1]), int(first[1]) + int(values["replicas"])) if first else ()
+            if twice := [port for port in ports if taken.setdefault(port, name) != name]:
+                problems.append(
+                    f"{knob}: engines of {taken[twice[0]]} and {name} would use the port {twice[0]}; give"
+                    f" each model ports of its own (--set NAME.{knob}=ADDRESS)"
+                )
+    return problems
 
 
 def _followed(knob: str, before: dict[str, str], llm_name: str) -> bool:
