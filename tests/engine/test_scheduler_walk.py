@@ -27,6 +27,7 @@ from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.engine.loop import EngineLoop
 from flashinfer_backend.scheduler.invariants import BrokenInvariantError
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
+from flashinfer_backend.scheduler.scheduler import Scheduler
 from flashinfer_backend.transport import protocol
 from thinned import examples
 
@@ -43,7 +44,7 @@ def test_ten_thousand_random_steps() -> None:
     counts = walk(10_000, seed=7)
     happened = ("whole answers", "cancelled", "refused", "late", "failed", "failed rows", "preemptions")
     happened += ("waits for room", "waits for a turn", "links that were made anew", "accepted drafts")
-    happened += ("rows with adapters", "loads", "broken adapters", "replaced adapters")
+    happened += ("restored states", "rows with adapters", "loads", "broken adapters", "replaced adapters")
     assert all(counts[name] >= 10 for name in happened), counts
     assert counts["prompt tokens from the cache"] > 1000
 
@@ -72,15 +73,19 @@ def test_the_scheduler_is_told_how_long_a_step_without_prompts_takes() -> None:
         ("forget", "reads what is not its own|key of other tokens"),
         ("too early", "which were given back|and reads those from"),
         ("never", "of a window, and was promised"),
-        ("tail", "has less than it counted"),
+        ("tail", "has less than it counted|: b['\"]"),
         ("promise", "blocks were promised, and"),
         ("one table", "but the device is told"),
         ("place", "is given to"),
+        ("state", "list index out of range|another state than its own"),
+        ("snapshot", "snapshot .* can be found by a key of other tokens"),
+        ("order", "another state than its own|snapshot .* can be found by a key of other tokens"),
     ],
 )
 def test_a_broken_manager_is_found(mutated: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the walks are for: each of these would give one client's answer the context of another's."""
     release, leave, take = BlockPool.release, KVCacheManager.leave_behind, KVCacheManager.take
+    save = Scheduler._save_generated
 
     def leaves_names(self: BlockPool, count: int) -> list[int] | None:
         if count > self.available:
@@ -110,6 +115,13 @@ def test_a_broken_manager_is_found(mutated: str, found: str, monkeypatch: pytest
         "tail": (BlockPool, "serves", lambda self, keys, most: most),
         "promise": (KVCacheManager, "fit_chunk", lambda self, request, start, length: length),
         "place": (EngineLoop, "_with_adapters", lambda self: []),
+        "state": (BlockPool, "latest", lambda self, keys, most: most),
+        "snapshot": (
+            Scheduler,
+            "_save_generated",
+            lambda self, slot, at: save(self, slot, at - self.config.tokens_per_block),
+        ),
+        "order": (KVCacheManager, "restore", lambda self, keys: 1),
         "one table": (KVCacheManager, "take", lambda *args: [(0, *update[1:]) for update in take(*args)]),
     }
     monkeypatch.setattr(*broken[mutated])

@@ -49,12 +49,14 @@ from flashinfer_backend.engine.loop import EngineLoop
 from flashinfer_backend.engine.preparations import Preparations
 from flashinfer_backend.engine.start import Core
 from flashinfer_backend.models.adapters import Adapter, AdapterError, State
+from flashinfer_backend.scheduler import scheduler
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
 from flashinfer_backend.scheduler.scheduler import Scheduler
 from flashinfer_backend.transport import protocol
 
 VOCABULARY = 50
 ADAPTERS, BROKEN = ("sql", "chat", "code"), "the adapter is broken, as it was told to"
+SNAPSHOT_TOKENS = 6  # as of the scheduler, whose walks have short sequences
 ROW = 4 * VOCABULARY  # bytes of a token's logits
 END_IDS = (7, 11)
 STUBS = (101, 102)
@@ -92,6 +94,7 @@ class Settings:
     drafts: int = 0
     right_drafts: float = 0.5  # how many of them are
     adapters: int = 0  # places for them
+    snapshots: int = 0  # of states; 0: layers keep none
 
     def config(self) -> EngineConfig:
         return EngineConfig(
@@ -216,13 +219,15 @@ class World:
         config = settings.config()
         pools = [BlockPool(settings.blocks + 1)] if settings.full else []
         pools += [BlockPool(n + 1, tail_blocks(w, settings.block)) for w, n in settings.windows]
-        manager = KVCacheManager(pools, settings.block, settings.reuse)
+        snapshots = BlockPool(settings.snapshots + 1) if settings.snapshots else None
+        manager = KVCacheManager(pools, settings.block, settings.reuse, snapshots)
         numbers = Scheduling(
             prompts_together=settings.prompts_together,
             filled_step=settings.filled_step,
             slow_step_ms=0 if settings.slow else None,
         )
-        self.scheduler = Scheduler(config, manager, END_IDS, numbers, drafts=settings.drafts)
+        with mock.patch.object(scheduler, "SNAPSHOT_TOKENS", SNAPSHOT_TOKENS):
+            self.scheduler = Scheduler(config, manager, END_IDS, numbers, drafts=settings.drafts)
         model_config = SimpleNamespace(
             vocab_size=VOCABULARY, longest_seq_len=config.max_seq_len, eos_token_ids=END_IDS, pooling=None
         )
@@ -261,6 +266,8 @@ class World:
         self.last_token = np.zeros(settings.slots, np.int32)
         self.lengths = np.zeros(settings.slots, np.int64)
         self.caches = [np.zeros((pool.num_blocks + 1, settings.block), np.uint64) for pool in pools]
+        self.states = np.zeros(settings.slots, np.uint64)
+        self.snapshots = np.zeros(settings.snapshots + 1, np.uint64)
 
     # The clients.
 
@@ -353,6 +360,10 @@ class World:
             for block, key in pool._key_of.items():
                 found = self.named.get(key) == cache[block, -1]
                 assert found, f"block {block} can be found by a key of other tokens than it holds"
+        if (pool := self.scheduler.kv_manager.snapshots) is not None:
+            for snapshot, key in pool._key_of.items():
+                found = self.named.get(key) == self.snapshots[snapshot]
+                assert found, f"snapshot {snapshot} can be found by a key of other tokens than it holds"
         self.counts["steps"] += 1
 
     def _check_room(self) -> None:
@@ -394,17 +405,18 @@ class World:
                 break
             self.step()
         assert not self.asked, f"without an end after {QUIET} steps: {list(self.asked)}"
-        scheduler = self.scheduler
-        assert not scheduler.requests and not scheduler.running and not len(scheduler.queue)
-        assert not scheduler.prefilling and not len(scheduler.decoding) and not scheduler.queue.tokens
-        for pool in scheduler.kv_manager.pools:
+        idle = self.scheduler
+        assert not idle.requests and not idle.running and not len(idle.queue)
+        assert not idle.prefilling and not len(idle.decoding) and not idle.queue.tokens
+        snapshots = idle.kv_manager.snapshots
+        for pool in [*idle.kv_manager.pools, *([] if snapshots is None else [snapshots])]:
             assert pool.available == pool.num_blocks and not pool.committed
-        assert not scheduler.reserved_blocks
-        assert scheduler.table.free == self.settings.slots and not self.loop.logits.stages
+        assert not idle.reserved_blocks
+        assert idle.table.free == self.settings.slots and not self.loop.logits.stages
         assert not self.loop.logits.held
-        self.counts["preemptions"] += scheduler.preemptions
-        self.counts["prompt tokens"] += scheduler.prompt_tokens
-        self.counts["prompt tokens from the cache"] += scheduler.prompt_tokens_reused
+        self.counts["preemptions"] += idle.preemptions
+        self.counts["prompt tokens"] += idle.prompt_tokens
+        self.counts["prompt tokens from the cache"] += idle.prompt_tokens_reused
 
     def _forget(self, handle: int) -> Asked | None:
         asked = self.asked.pop(handle, None)
@@ -486,6 +498,9 @@ class World:
         self.block_tables[group, slot, column] = block
         for slot, place in plan.adapters.tolist():
             self.adapter_of[slot] = place
+        for slot, snapshot in plan.restored.tolist():
+            self.states[slot] = self.snapshots[snapshot]
+        self.counts["restored states"] += len(plan.restored)
         own = [self.adapter_of[slot] for slot in plan.slots.tolist()]
         if plan.adapted != any(place >= 0 for place in own):
             self.wrong.append(f"the step is of adapters: {plan.adapted}, and its rows have {own}")
@@ -505,6 +520,8 @@ class World:
             )
             if row == half:
                 between_layers()
+        for slot, snapshot in plan.saved.tolist():
+            self.snapshots[snapshot] = self.states[slot]
         failed = []
         if failing == "row":
             self.counts["failed rows"] += 1
@@ -574,6 +591,10 @@ class World:
         content = asked.content[start:end].copy()
         for i in range(1 + right, length if plan.feeds[row] != Feeds.GIVEN else 0):
             content[i] = step_hash(int(content[i - 1]), int(fed[i]))
+        if self.settings.snapshots:
+            if start and self.states[slot] != asked.content[start - 1]:
+                self.wrong.append(f"slot {slot} goes on from another state than its own at {start}")
+            self.states[slot] = content[-1]
         places = np.arange(start, end)
         size = self.settings.block
         for cache, blocks, window in zip(self.caches, self.block_tables[:, slot], self.windows, strict=True):
@@ -605,6 +626,8 @@ class Load:
         self.adapters = random.Random(~seed)  # of what has to do with them
         settings = Settings.drawn(rng)
         settings.adapters = self.adapters.choice([0, 0, 1, 2])
+        if not settings.drafts:
+            settings.snapshots = self.adapters.choice([0, 1, 4, 20])
         self.world = World(settings, seed)
         limit = self.world.loop.config.max_input_len
         self.prefixes = [self._tokens(rng.randint(1, limit)) for _ in range(3)]

@@ -343,7 +343,7 @@ class Scheduler:
         full = self.kv_manager.full
         parting = 0 if full is None else full.count(keys)[0]
         tokens = (blocks * self.config.tokens_per_block for blocks in sorted({parting, len(keys)}))
-        first = found * self.config.tokens_per_block + SNAPSHOT_TOKENS
+        first = found * self.config.tokens_per_block + self._snapshot_tokens
         return [border for border in tokens if border >= first]
 
     def _waiting_tokens(self) -> int:
