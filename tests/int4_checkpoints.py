@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoints import make_checkpoint
-from quantised import SIZES, Quantised, SparseMlp, edit_config, linears
+from quantised import NEVER, SIZES, Quantised, SparseMlp, edit_config, linears
 
 # q 256 rows, k and v 128; blocks of 64 columns in hidden_size, of 128 elsewhere.
 INT4_SIZES = SIZES | {"hidden_size": 192}
@@ -192,18 +192,20 @@ def tensors_of(groups: Groups, layout: Int4Layout) -> dict[str, Tensor]:
 def make_int4(layout_name: str, kind: str, folder: Path, **sizes: Any) -> Quantised:
     """Write a checkpoint of a kind of checkpoints.KINDS, quantised as INT4_LAYOUTS[layout_name] says."""
     layout = INT4_LAYOUTS[layout_name]
-    experts = {"moe_intermediate_size": 128} if kind.startswith("qwen3-moe") else {}
-    dense = make_checkpoint(kind, folder, **(INT4_SIZES | experts | sizes))
+    experts = {"moe_intermediate_size": 128} if "moe" in kind or kind == "qwen3-next" else {}
+    shared = {"shared_expert_intermediate_size": 64} if kind == "qwen3-next" else {}
+    dense = make_checkpoint(kind, folder, **(INT4_SIZES | experts | shared | sizes))
     model = transformers.AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float64).eval()
     for layer in model.model.layers:
         if hasattr(layer.mlp, "experts"):
             layer.mlp = SparseMlp(layer.mlp)
     tensors = load_file(dense / "model.safetensors")
     for name, module in linears(model):
-        if name.startswith(layout.ignored):
+        if name.startswith(layout.ignored) or name.endswith(NEVER):
             continue
         # Modules that read the same x have their columns in the same groups.
         layer, _, part = name.removeprefix("model.layers.").partition(".")
+        part = part.replace("linear_attn", "self_attn")
         seed = 4 * int(layer) + ("self_attn.o", "mlp.d", "mlp", "self").index(
             next(start for start in ("self_attn.o", "mlp.d", "mlp", "self") if part.startswith(start))
         )

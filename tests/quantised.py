@@ -33,6 +33,9 @@ SIZES = {
     "initializer_range": 0.08,
 }
 EXPERT_SIZES = {"hidden_size": 256, "moe_intermediate_size": 256}  # whole blocks, as experts need them
+# Whole blocks of each part of a product: a query, a gate, keys, values.
+DELTA_SIZES = {"head_dim": 128, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
+NEVER = ("in_proj_a", "in_proj_b", "in_proj_ba", "shared_expert_gate")  # few rows, which tools leave out
 KV_SCALES = {"k": 0.0051, "v": 0.0034}  # small enough that some values are beyond the largest element
 ARGS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "group_size": None}
 TOKEN = ARGS | {"strategy": "token", "dynamic": True}
@@ -206,6 +209,8 @@ class SparseMlp(nn.Module):
             )
             for both, down in matrices
         )
+        self.shared_expert = getattr(fused, "shared_expert", None)
+        self.shared_expert_gate = getattr(fused, "shared_expert_gate", None)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
@@ -216,6 +221,8 @@ class SparseMlp(nn.Module):
             part, mine = self.experts[expert], rows[tokens]
             product = part["down_proj"](nn.functional.silu(part["gate_proj"](mine)) * part["up_proj"](mine))
             result.index_add_(0, tokens, product * weights[tokens, place, None])
+        if self.shared_expert is not None:
+            result += torch.sigmoid(self.shared_expert_gate(rows)) * self.shared_expert(rows)
         return result.view_as(x)
 
 
@@ -231,7 +238,7 @@ def make_quantised(
     """Write a checkpoint of a kind of checkpoints.KINDS, quantised as LAYOUTS[layout_name] says. ranks: under
     which tensor parallelism its `logits` are to be."""
     layout = LAYOUTS[layout_name]
-    sizes = SIZES | (EXPERT_SIZES if kind.startswith("qwen3-moe") else {}) | sizes
+    sizes = SIZES | sizes_of(kind) | sizes
     dense = make_checkpoint(kind, folder, **sizes)
     model = transformers.AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float64).eval()
     for layer in model.model.layers:
@@ -241,13 +248,13 @@ def make_quantised(
     result = Quantised(dense, model)
     peaks = _input_peaks(model)
     for name, module in linears(model):
-        if name.startswith(layout.ignored) or not layout.weights:
+        if name.startswith(layout.ignored) or name.endswith(NEVER) or not layout.weights:
             continue
         linear = Linear.quantise(tensors[f"{name}.weight"], layout)
         # Modules that share an input have scales of their own here; with the smallest, some values are cut.
         factor = {"q": 0.6, "k": 1.0, "v": 1.4}.get(name.split(".")[-1][0], 0.8)
         linear.input_scale = float(torch.tensor(peaks[name] / 448 * factor, dtype=torch.float32))
-        if name.endswith(("o_proj", "down_proj")):
+        if name.endswith(("o_proj", "out_proj", "down_proj")):
             linear.ranks = ranks
         result.linears[name] = linear
         if layout_name == "on-load":  # each rank quantises what it reads
@@ -272,6 +279,14 @@ def make_quantised(
     if layout.hf_quant:
         (dense / "hf_quant_config.json").write_text(json.dumps(layout.hf_quant))
     return result
+
+
+def sizes_of(kind: str) -> dict[str, Any]:
+    """Beside SIZES. The more layers there are, the earlier one rounds otherwise."""
+    few = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    experts = EXPERT_SIZES | {"shared_expert_intermediate_size": 256} | few
+    sizes = {"qwen3-moe": EXPERT_SIZES, "qwen3.5-moe": experts | DELTA_SIZES, "qwen3.5": DELTA_SIZES}
+    return next((own for name, own in sizes.items() if kind.startswith(name)), {})
 
 
 def edit_config(folder: Path, **changes: Any) -> None:

@@ -31,6 +31,8 @@ CASES = [(layout, "llama") for layout in INT4_LAYOUTS] + [
     ("awq", "qwen3-moe"),
     ("gptq", "qwen3-moe-mixed"),
     ("packed", "qwen3-moe"),
+    ("awq", "qwen3.5"),
+    ("gptq", "qwen3-next"),
 ]
 
 

@@ -93,6 +93,8 @@ def agree(found: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
         ("gpt-oss", 2, 10),
         ("qwen2-moe", 2, 10),
         ("mpt", 2, 10),
+        ("qwen3.5", 2, 48),
+        ("qwen3-next", 2, 10),
     ],
 )
 def test_ranks_give_the_answers_of_one(kind, size, max_tokens, tmp_path, monkeypatch):
