@@ -53,12 +53,7 @@ class Setup:
             table[slot, :count] = [next(blocks) for _ in range(count)]
         self.table.copy_(torch.from_numpy(table))
         q_lens = np.array(q_lens, dtype=np.int32)
-        return AttentionBatch(
-            q_lens,
-            np.array(kv_lens, dtype=np.int32),
-            slots,
-            self.table,
-        )
+        return AttentionBatch(q_lens, np.array(kv_lens, dtype=np.int32), slots, self.table)
 
     def padded(self, batch: AttentionBatch, rows: int) -> AttentionBatch:
         """The decode rows of `batch` and rows of padding."""

@@ -68,13 +68,7 @@ class Setup:
         # The last row is the slot of padded rows: all of its blocks are block 0.
         self.table = torch.zeros(MAX_SEQS + 1, self.columns, dtype=torch.int32, device="cuda")
         self.attention = FlashInferAttention(
-            cache,
-            heads,
-            MAX_SEQS,
-            self.columns,
-            backend,
-            dtype=torch.bfloat16,
-            copied_blocks=copied_blocks,
+            cache, heads, MAX_SEQS, self.columns, backend, dtype=torch.bfloat16, copied_blocks=copied_blocks
         )
         self._caches = caches
 

@@ -63,9 +63,7 @@ def test_every_harm_is_survived(tmp_path: Path) -> None:
         wait_for(lambda: not server.leftovers(), "nothing to be left")
 
 
-def test_the_failure_says_how_little_time_a_silent_server_had(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_failure_says_how_little_time_a_silent_server_had(monkeypatch: pytest.MonkeyPatch) -> None:
     """The text of the failure has the CPU time of the harmed server's processes, and what it logged last."""
     monkeypatch.setattr(attacks, "BACK_S", 0.6)
     myself = psutil.Process()

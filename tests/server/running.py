@@ -70,11 +70,7 @@ class Server:
     """`launcher` is the process of flashinfer_backend.serve, in a session of its own."""
 
     def __init__(
-        self,
-        repository: Path,
-        folder: Path,
-        command: list[str] | None = None,
-        options: Sequence[str] = (),
+        self, repository: Path, folder: Path, command: list[str] | None = None, options: Sequence[str] = ()
     ) -> None:
         """command: what to run instead of the launcher; {http}, {grpc} and {metrics} stand for ports.
         options: further ones of the launcher."""

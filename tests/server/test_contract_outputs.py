@@ -211,8 +211,7 @@ def test_token_counts_add_up_over_chunks(contract: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
-    [({}, "length"), ({"end_id": "4th"}, "stop"), ({"stop_words": "4th"}, "stop")],
+    ("changes", "reason"), [({}, "length"), ({"end_id": "4th"}, "stop"), ({"stop_words": "4th"}, "stop")]
 )
 def test_finish_reason_comes_with_the_last_chunk(
     contract: Server, changes: dict[str, Any], reason: str

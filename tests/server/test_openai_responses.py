@@ -205,10 +205,7 @@ def test_the_clients_own_models_of_answers(client: openai.OpenAI) -> None:
             "input[0].content should be a list",
         ),
         (
-            {
-                "tools": [TOOL],
-                "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": ["weather"]},
-            },
+            {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": ["weather"]}},
             "tool_choice should be",
         ),
     ],

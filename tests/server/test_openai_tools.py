@@ -358,10 +358,7 @@ def test_any_json_object(client: openai.OpenAI) -> None:
         (
             {
                 "tools": [NOW],
-                "tool_choice": {
-                    "type": "allowed_tools",
-                    "allowed_tools": {"mode": "auto", "tools": ["now"]},
-                },
+                "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": ["now"]}},
             },
             "tool_choice should be",
         ),
@@ -370,10 +367,7 @@ def test_any_json_object(client: openai.OpenAI) -> None:
         ({"response_format": {"type": "json_schema"}}, "JSON schema"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs: there are 2 guides"),
         ({"structured_outputs": {"regex": "(("}}, "structured_outputs is not a valid regex: "),
-        (
-            {"tools": [WEATHER], "tool_choice": "required", "structured_outputs": {"regex": "a"}},
-            "drop one",
-        ),
+        ({"tools": [WEATHER], "tool_choice": "required", "structured_outputs": {"regex": "a"}}, "drop one"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -83,11 +83,7 @@ def test_a_later_turn_holds_all_that_was_said(server, slots):
     ]
     result = run_load(Load("triton", server.url, workers=1, max_concurrency=slots, time_limit=20), talks)
     said = [body["text_input"] for body in server.bodies if body["text_input"].startswith("plain")]
-    assert said == [
-        "plain 0",
-        "plain 0 w0 w1 w2 and more",
-        "plain 0 w0 w1 w2 and more w0 w1 the end",
-    ]
+    assert said == ["plain 0", "plain 0 w0 w1 w2 and more", "plain 0 w0 w1 w2 and more w0 w1 the end"]
     assert [r.index for r in result.records] == list(range(6))
     assert [r.turn for r in result.records] == [0, 1, 2] * 2
     assert [r.error for r in result.records[:3]] == [None] * 3

@@ -32,13 +32,7 @@ from flashinfer_backend.config_tools.knobs import (
 )
 from flashinfer_backend.config_tools.settings import complete
 from flashinfer_backend.config_tools.trt_names import FOREIGN
-from flashinfer_backend.core.config import (
-    EngineConfig,
-    Setting,
-    auto_queue_size,
-    fields,
-    resolve_limits,
-)
+from flashinfer_backend.core.config import EngineConfig, Setting, auto_queue_size, fields, resolve_limits
 
 
 def read(repo: Path, model: str) -> Any:

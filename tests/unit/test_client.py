@@ -89,11 +89,7 @@ def test_unreachable_server_and_time_limit(server):
     assert "connection failed" in unreachable.records[0].error
     late = send(server, "triton", ["plain", "slow", "plain", "plain"], max_concurrency=1, time_limit=1.0)
     errors = [r.error for r in late.records]
-    assert errors == [
-        None,
-        "not finished within the time limit",
-        *["not sent within the time limit"] * 2,
-    ]
+    assert errors == [None, "not finished within the time limit", *["not sent within the time limit"] * 2]
 
 
 def test_concurrency_is_bounded_over_all_workers():

@@ -16,15 +16,7 @@ from streaming_server import StreamingServer
 
 from checkpoints import make_checkpoint
 from client import bench, device_log, measured, report
-from client.device_log import (
-    NO_GPU,
-    DeviceLog,
-    Devices,
-    Gpu,
-    Reading,
-    describe,
-    find_devices,
-)
+from client.device_log import NO_GPU, DeviceLog, Devices, Gpu, Reading, describe, find_devices
 from perf_configs import floor
 
 GPU = Gpu("H200", 700.0, 1980)

@@ -20,13 +20,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from flashinfer_backend.core.bounds import GRAMMAR, GrammarBounds
 from flashinfer_backend.core.paths import resolve_model_dir
-from flashinfer_backend.structured.compiler import (
-    HEAD,
-    GrammarCompiler,
-    TokenTexts,
-    Vocabulary,
-    token_bytes,
-)
+from flashinfer_backend.structured.compiler import HEAD, GrammarCompiler, TokenTexts, Vocabulary, token_bytes
 from flashinfer_backend.structured.grammar import Grammar, GrammarError
 from flashinfer_backend.structured.masks import Move, SequenceGrammars
 from flashinfer_backend.text.tokenizer import TextTokenizer

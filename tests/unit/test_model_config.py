@@ -104,21 +104,12 @@ def test_new_and_old_rope_keys_mean_the_same(tmp_path):
         ),
         ({"architectures": ["DeepseekV3ForCausalLM"]}, "have latent attention .* another architecture: Lla"),
         ({"model_type": "granite"}, "model_type 'granite' contradicts architecture LlamaForCausalLM"),
-        (
-            {"rope_scaling": {"rope_type": "proportional"}},
-            "'proportional' is not supported; .* yarn",
-        ),
+        ({"rope_scaling": {"rope_type": "proportional"}}, "'proportional' is not supported; .* yarn"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, 'rope_scaling.factor is "4"'),
-        (
-            {"rope_scaling": {"rope_type": "yarn", "factor": -4.0}},
-            "factor is -4.0; it should be a number",
-        ),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": -4.0}}, "factor is -4.0; it should be a number"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "short_factor is null; it should be a list of 64"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "speed": 1}}, "rope_scaling has speed, which"),
-        (
-            {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}},
-            "factor 0.5 is not",
-        ),
+        ({"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "factor 0.5 is not"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "has no 'low_freq_factor'"),
         ({"rope_theta": 0}, "rope_theta is 0; it should be greater than 0"),
         (
@@ -177,8 +168,7 @@ def test_a_model_computes_no_more_positions_than_it_has(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{}, {"sliding_window": None}, {"sliding_window": 100}, {"layer_types": ["full_attention"] * 2}],
+    "change", [{}, {"sliding_window": None}, {"sliding_window": 100}, {"layer_types": ["full_attention"] * 2}]
 )
 def test_mistral_without_the_key_has_the_window_of_transformers(tmp_path, change):
     path = make_checkpoint("mistral", tmp_path)

@@ -222,10 +222,7 @@ def test_endless_headers_are_refused() -> None:
             for _ in range(20 * MOST_HEADER_BYTES // 1000):  # more than is read at once
                 sock.sendall(b"x: " + b"y" * 995 + b"\r\n")
         wait_until(lambda: server.errors == [431])
-    with (
-        running() as server,
-        server.connect(WHOLE[:-4].replace(b": 4", b": 300000")) as sock,
-    ):
+    with running() as server, server.connect(WHOLE[:-4].replace(b": 4", b": 300000")) as sock:
         sock.sendall(b"x" * 300_000)
         assert sock.recv(4096).startswith(b"HTTP/1.1 200 "), "a body is no header"
 

@@ -244,10 +244,7 @@ def test_runs_of_different_checkpoints_are_not_compared(tmp_path):
     assert one["name"] == "one" and one["config_sha256"] != two["config_sha256"]
     required = Requirement("median_tpot_ms", ratio_at_most=1)
     ours, peer = measured("ours", "a") | {"checkpoint": one}, measured("vllm", "a")
-    assert verdict(required, ours, peer | {"checkpoint": two}) == (
-        None,
-        "invalid: different checkpoints",
-    )
+    assert verdict(required, ours, peer | {"checkpoint": two}) == (None, "invalid: different checkpoints")
     renamed = one | {"name": "elsewhere"}
     assert verdict(required, ours, peer | {"checkpoint": renamed}) == (1.0, "pass")
     assert verdict(required, ours, peer) == (1.0, "pass")  # of before checkpoints were recorded

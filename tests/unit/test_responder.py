@@ -101,11 +101,7 @@ def test_a_failure_comes_after_the_tokens_before_it_and_ends_the_request(
     feed(request.sequences[1], 2, end=protocol.FINISHED_LENGTH)  # too late: nothing may follow
     assert sender.ids == [[1]]
     _, flags, error = sender.sent[-1]
-    assert error is not None and (error.message, error.code, flags) == (
-        message,
-        Error.INTERNAL,
-        FINAL,
-    )
+    assert error is not None and (error.message, error.code, flags) == (message, Error.INTERNAL, FINAL)
     assert 101 in bench.cancelled
 
 

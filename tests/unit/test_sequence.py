@@ -66,11 +66,7 @@ def echoed(row: Row) -> int:
 
 @pytest.mark.parametrize("words", [[WORD, "never said"], []], ids=["texts and ids", "ids"])
 @pytest.mark.parametrize("mode", ["streaming", "whole", "whole with the prompt"])
-def test_a_word_found_by_ids_is_left_out(
-    tokenizer: TextTokenizer,
-    words: list[str],
-    mode: str,
-) -> None:
+def test_a_word_found_by_ids_is_left_out(tokenizer: TextTokenizer, words: list[str], mode: str) -> None:
     decoder = DeltaDecoder(tokenizer.backend)
     how = {"streaming": mode == "streaming", "exclude_input": mode == "whole"}
     texts, sent, ids = generated(tokenizer, decoder, " the cat sat.", stop_words=words, **how)
@@ -79,10 +75,7 @@ def test_a_word_found_by_ids_is_left_out(
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-def test_special_tokens_that_are_shown_are_counted(
-    tokenizer: TextTokenizer,
-    streaming: bool,
-) -> None:
+def test_special_tokens_that_are_shown_are_counted(tokenizer: TextTokenizer, streaming: bool) -> None:
     decoder = DeltaDecoder(tokenizer.backend, skip_special_tokens=False)
     text = " the cat <|begin_of_text|> sat."
     texts, _, _ = generated(tokenizer, decoder, text, stop_words=[WORD], streaming=streaming)

@@ -7,13 +7,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from flashinfer_backend.attention.split import (
-    ITEM_WORDS,
-    MAX_PARTS,
-    max_items,
-    most_items,
-    split_rows,
-)
+from flashinfer_backend.attention.split import ITEM_WORDS, MAX_PARTS, max_items, most_items, split_rows
 from flashinfer_backend.core import tuned
 from flashinfer_backend.core.tuned import DecodeAttention
 from flashinfer_backend.ops import device

@@ -328,9 +328,7 @@ ALONE = {
 def test_calls_or_json_of_a_schema(compiler: GrammarCompiler, tokenizer: TextTokenizer, name: str) -> None:
     """The guide of tools beside a response_format: one or the other is all of the answer."""
     made = partial(
-        compiler.compile,
-        *written(FUNCTIONS, name, "none", False, json.dumps(ANIMAL)),
-        tokenizer.eos_id or 0,
+        compiler.compile, *written(FUNCTIONS, name, "none", False, json.dumps(ANIMAL)), tokenizer.eos_id or 0
     )
 
     def whole(text: str) -> bool:
@@ -397,9 +395,7 @@ def test_json_that_has_a_functions_name_is_no_call(
     """Llama 3 writes calls as JSON objects, and those of a response_format may have a name, too."""
     any_object = json.dumps({"type": "object", "additionalProperties": True})
     made = partial(
-        compiler.compile,
-        *written(FUNCTIONS, "llama3_json", "none", False, any_object),
-        tokenizer.eos_id or 0,
+        compiler.compile, *written(FUNCTIONS, "llama3_json", "none", False, any_object), tokenizer.eos_id or 0
     )
     call = '{ "name":"now" , "parameters": {"a": 1}}'
     for text, calls in (

@@ -24,11 +24,7 @@ class Sizes(NamedTuple):
 
 SMALL = Sizes(1, 2, 16)
 # Sizes, lengths of rows and how many in front are known to be of one token.
-CASES = [
-    (SMALL, [1, 1, 1], 3),
-    (SMALL, [1, 70, 128, 2], 1),
-    (Sizes(2, 2, 32), [1, 3, 65], 0),
-]
+CASES = [(SMALL, [1, 1, 1], 3), (SMALL, [1, 70, 128, 2], 1), (Sizes(2, 2, 32), [1, 3, 65], 0)]
 
 
 def error(found: Tensor, exact: Tensor) -> float:

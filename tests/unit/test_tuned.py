@@ -126,13 +126,7 @@ def test_a_device_that_nobody_has_measured_takes_cublas():
 @pytest.mark.parametrize(
     ("name", "capability", "sms", "expected", "said"),
     [
-        (
-            "NVIDIA GH200 480GB",
-            (9, 0),
-            132,
-            "NVIDIA H200",
-            "using those of the NVIDIA H200 (same chip)",
-        ),
+        ("NVIDIA GH200 480GB", (9, 0), 132, "NVIDIA H200", "using those of the NVIDIA H200 (same chip)"),
         (
             "NVIDIA H100 PCIe",
             (9, 0),
