@@ -86,7 +86,7 @@ class Driver:
         self.last_id += 1
         handle = protocol.make_handle(STUB, self.last_id)
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, adapter=adapter)
-        self.socket.inbox.append(protocol.Submit(handle, prompt.astype("<i4").tobytes(), params))
+        self.socket.inbox.append(protocol.Submit(handle, prompt.astype("<i4").tobytes(), params, 0, 0, 0))
 
     def step(self) -> None:
         iteration = self.loop.iteration

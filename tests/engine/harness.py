@@ -48,7 +48,7 @@ class Client:
         handle = protocol.make_handle(self.pid, local_id)
         share = 0 if share_with is None else protocol.make_handle(self.pid, share_with)
         data = np.array(prompt, "<i4").tobytes()
-        self._socket.send(protocol.encode(protocol.Submit(handle, data, params, share)))
+        self._socket.send(protocol.encode(protocol.Submit(handle, data, params, share, 0, 0)))
         self.tokens[local_id] = []
         return local_id
 

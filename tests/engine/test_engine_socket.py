@@ -47,7 +47,7 @@ def heard(engine: EngineSocket, last: type[protocol.ToEngine]) -> list[protocol.
 
 def asked(pid: int, local_id: int) -> protocol.Submit:
     params = SamplingParams(max_tokens=1, context_logits=True)
-    return protocol.Submit(protocol.make_handle(pid, local_id), b"1234", params)
+    return protocol.Submit(protocol.make_handle(pid, local_id), b"1234", params, 0, 0, 0)
 
 
 def test_what_a_stub_sent_before_its_end_and_comes_after_it_is_dropped(

@@ -28,7 +28,7 @@ class Recorder(LocalSocket):
     def submit(self, local_id: int, prompt_tokens: int, max_tokens: int) -> None:
         prompt = np.full(prompt_tokens, 65, "<i4").tobytes()
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-        self.inbox.append(protocol.Submit(protocol.make_handle(self.pid, local_id), prompt, params))
+        self.inbox.append(protocol.Submit(protocol.make_handle(self.pid, local_id), prompt, params, 0, 0, 0))
 
     def send_tokens(self, pid: int, frame: bytes, reports: Any) -> None:
         super().send_tokens(pid, frame, reports)
@@ -168,7 +168,7 @@ def test_block_counts_add_up_over_the_times_that_a_sequence_is_computed():
         for local_id, token, max_tokens in requests:
             handle, prompt = protocol.make_handle(recorder.pid, local_id), np.full(20, token, "<i4").tobytes()
             params = SamplingParams(max_tokens=max_tokens, temperature=0.0, perf_metrics=True)
-            recorder.inbox.append(protocol.Submit(handle, prompt, params))
+            recorder.inbox.append(protocol.Submit(handle, prompt, params, 0, 0, 0))
         while recorder.inbox or loop.scheduler.requests or loop.in_flight:
             loop.step()
 

@@ -119,7 +119,7 @@ def test_the_parameters_of_a_client_stay_as_they_are() -> None:
     made = Engine()
     params = SamplingParams(max_tokens=4, min_tokens=2, end_id=1 << 20, late_ids=[9, 7])
     before = msgspec.structs.replace(params, late_ids=[9, 7])
-    message = protocol.Submit(protocol.make_handle(STUB, 1), b"\5\0\0\0", params)
+    message = protocol.Submit(protocol.make_handle(STUB, 1), b"\5\0\0\0", params, 0, 0, 0)
     request = made.loop.admission.request(message, queued=0)
     assert (request.params.end_id, request.params.late_ids) == (-1, [7, 9])
     assert params == before

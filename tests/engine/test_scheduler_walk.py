@@ -325,7 +325,7 @@ def test_the_engine_process_says_what_is_broken_and_ends(tmp_path: Path) -> None
         stub.send(protocol.encode(protocol.Hello(os.getpid(), False)))
         prompt = np.arange(40, dtype="<i4").tobytes()
         handle = protocol.make_handle(os.getpid(), 1)
-        stub.send(protocol.encode(protocol.Submit(handle, prompt, SamplingParams(max_tokens=3))))
+        stub.send(protocol.encode(protocol.Submit(handle, prompt, SamplingParams(max_tokens=3), 0, 0, 0)))
         _, errors = process.communicate(timeout=100)
     assert process.returncode == 1
     assert "CRITICAL" in errors and "block 1 counts 1 holders, and 0 sequences have it" in errors

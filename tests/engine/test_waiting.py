@@ -53,12 +53,12 @@ class Engine:
         self, local_id: int, max_tokens: int, prompt_tokens: int = 8, share_with: int = 0, **more: Any
     ) -> None:
         """more: priority, timeout_us; parameters of sampling beside."""
-        place = {name: more.pop(name) for name in ("priority", "timeout_us") if name in more}
+        place = [more.pop(name, 0) for name in ("priority", "timeout_us")]
         prompt = np.full(prompt_tokens, 64 + (share_with or local_id) % 1900, "<i4").tobytes()
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, **more)
         share = protocol.make_handle(STUB, share_with) if share_with else 0
         handle = protocol.make_handle(STUB, local_id)
-        self.socket.inbox.append(protocol.Submit(handle, prompt, params, share, **place))
+        self.socket.inbox.append(protocol.Submit(handle, prompt, params, share, *place))
 
     def cancel(self, local_id: int) -> None:
         self.socket.inbox.append(protocol.Cancel(protocol.make_handle(STUB, local_id)))

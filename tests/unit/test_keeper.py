@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from flashinfer_backend.core import progress
@@ -228,6 +229,31 @@ def test_a_process_has_not_ended_while_threads_of_it_are_left() -> None:
         finally:
             process.kill()
         wait_for(lambda: rundir.start_ticks(process.pid) is None)
+
+
+def test_memory_of_a_process_is_its_private_one() -> None:
+    process = psutil.Process()
+    info = process.memory_info()
+    assert abs(rundir.memory_bytes(process.pid) - (info.rss - info.shared)) < 1 << 20
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait(TIMEOUT_S)
+    assert rundir.memory_bytes(ended.pid) == 0
+
+
+def test_the_keeper_runs_with_the_python_that_is_found(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stub embeds Python: its own program is another, or none."""
+    assert Keeper(run_dir, os.getpid(), CONFIG)._command[0] == sys.executable
+    python = tmp_path / "python3"
+    python.symlink_to(sys.executable)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for program in ("", "/opt/triton_python_backend_stub"):
+        monkeypatch.setattr(sys, "executable", program)
+        assert Keeper(run_dir, os.getpid(), CONFIG)._command[0] == str(python)
+    python.unlink()
+    with pytest.raises(EngineStartError, match="no python3 on PATH"):
+        Keeper(run_dir, os.getpid(), CONFIG)
 
 
 class Stub:

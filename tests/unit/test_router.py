@@ -214,6 +214,17 @@ def test_processes_see_at_once_what_others_have_open(other: subprocess.Popen[str
     assert not list(tmp_path.glob("load-*"))
 
 
+def test_a_look_at_who_else_is_there_holds_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loads, "LOOK_AGAIN_S", 1000.0)
+    table, parent = LoadTable(tmp_path, 2), os.getppid()
+    table.of_others()
+    np.array([3, 500, 0, 0]).tofile(tmp_path / f"load-{rundir.start_ticks(parent)}-{parent}")
+    assert table.of_others().tolist() == [[0, 0], [0, 0]]
+    assert LoadTable(tmp_path, 2).of_others().tolist() == [[3, 500], [0, 0]]
+
+
 def test_what_a_killed_process_had_open_counts_no_more(other: subprocess.Popen[str], tmp_path: Path) -> None:
     table = LoadTable(tmp_path, 2)
     other.kill()

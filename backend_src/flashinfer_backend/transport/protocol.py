@@ -83,9 +83,9 @@ class Submit(msgspec.Struct, tag="submit"):
     handle: int
     prompt: bytes
     params: SamplingParams
-    share_prompt_with: int = 0
-    priority: int = 0
-    timeout_us: int = 0
+    share_prompt_with: int
+    priority: int
+    timeout_us: int
 
 
 class Cancel(msgspec.Struct, tag="cancel"):
