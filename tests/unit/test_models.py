@@ -389,6 +389,38 @@ def test_the_text_part_of_a_multimodal_checkpoint(kind, tmp_path):
     torch.testing.assert_close(logits, their_logits(theirs, ids), atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("shard", [Shard(), Shard(1, 2)], ids=["all", "of-two-ranks"])
+def test_experts_can_be_in_one_tensor(shard, tmp_path):
+    """As transformers has them in memory, and Qwen publishes them in 16 bits."""
+    path = make_checkpoint("qwen3.5-moe", tmp_path)
+    spec = read_spec(path).share(shard)
+
+    def filled() -> dict[str, Tensor]:
+        model = Transformer(spec, torch_ops, "float32", "cpu")
+        load_weights(model, path)
+        return model.state_dict()
+
+    expected, tensors = filled(), load_file(path / "model.safetensors")
+    written = dict(tensors)
+    for layer in range(5):
+        block = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            torch.stack([written.pop(f"{block}.{expert}.{name}_proj.weight") for expert in range(8)])
+            for name in ("gate", "up", "down")
+        )
+        written |= {f"{block}.gate_up_proj": torch.cat([gate, up], 1), f"{block}.down_proj": down}
+    save_file(written, path / "model.safetensors")
+    for name, tensor in filled().items():
+        assert torch.equal(tensor, expected[name]), name
+    save_file(written | {"model.layers.1.mlp.experts.3.up_proj.weight": up[3]}, path / "model.safetensors")
+    with pytest.raises(WeightsError, match=r"has model\.layers\.1\.mlp\.experts\.3\.up_proj\.weight twice"):
+        filled()
+    del written["model.layers.4.mlp.experts.down_proj"]
+    save_file(written, path / "model.safetensors")
+    with pytest.raises(WeightsError, match=r"lacks tensors .*model\.layers\.4\.mlp\.experts\.0\.down_proj"):
+        filled()
+
+
 def test_bfloat16_stays_near_transformers(tmp_path):
     path = make_checkpoint("qwen3", tmp_path)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+from checkpoints import make_multimodal
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.models.errors import UnsupportedModelError
 from flashinfer_backend.models.hf import read_spec
@@ -112,6 +113,16 @@ def test_refused_by_name(case):
 def test_patterns_of_ignored_modules(pattern, module, matches):
     quantization = read_quantization({"quantization_config": DYNAMIC | {"ignore": [pattern]}}, {})
     assert quantization.format_of([module]) == ("dense" if matches else "fp8_token")
+
+
+@pytest.mark.parametrize(
+    "name", ["model.language_model.layers.0.mlp", r"re:model\.language_model\.layers\.0\.mlp"]
+)
+def test_modules_of_a_multimodal_checkpoint_are_ignored_by_their_names_there(name, tmp_path):
+    folder = make_multimodal("qwen3.5", tmp_path)
+    edit_config(folder, quantization_config=DYNAMIC | {"ignore": ["lm_head", name, "model.visual.blocks.0"]})
+    formats = [layer.mlp.down.format for layer in read_spec(folder).layers]
+    assert formats == ["dense", *["fp8_token"] * 4]
 
 
 def test_a_product_of_which_parts_are_ignored_is_refused(tmp_path):

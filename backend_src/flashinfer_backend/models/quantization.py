@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeAlias
 
 from flashinfer_backend.core.values import shown, some
@@ -29,11 +29,20 @@ SERVED = (
 @dataclass(frozen=True)
 class Quantization:
     """format: of the layers' products. Modules that stay dense: those whose names have one of `ignored` as a
-    part, "lm_head" or "layers.0.mlp" say, and those whose whole names match one of `patterns`."""
+    part, "lm_head" or "layers.0.mlp" say, and those whose whole names match one of `patterns`. aliases:
+    beginnings of names in the checkpoint, for which patterns are written, and what they are here."""
 
     format: WeightFormat
     ignored: frozenset[str] = frozenset()
     patterns: tuple[re.Pattern[str], ...] = ()
+    aliases: tuple[tuple[str, str], ...] = ()
+
+    def renamed(self, aliases: tuple[tuple[str, str], ...]) -> Quantization:
+        """The same for modules whose names begin otherwise in the checkpoint: beginnings there, and here."""
+        ignored = {name: name for name in self.ignored}
+        for there, here in aliases:
+            ignored |= {name: here + name.removeprefix(there) for name in ignored if name.startswith(there)}
+        return replace(self, ignored=frozenset(ignored.values()), aliases=aliases)
 
     def format_of(self, modules: Iterable[str]) -> WeightFormat:
         """The format of one product that computes these modules together, or of all experts'.
@@ -55,9 +64,10 @@ class Quantization:
         words = module.split(".") if self.ignored else []
         ends = range(1, len(words) + 1)
         parts = (".".join(words[begin:end]) for end in ends for begin in range(end))
-        return any(part in self.ignored for part in parts) or any(
-            pattern.fullmatch(module) for pattern in self.patterns
-        )
+        if any(part in self.ignored for part in parts):
+            return True
+        names = [there + module.removeprefix(here) for there, here in self.aliases if module.startswith(here)]
+        return any(pattern.fullmatch(name) for pattern in self.patterns for name in (module, *names))
 
 
 DENSE = Quantization("dense")

@@ -58,7 +58,9 @@ class Product:
     each for other tokens; 0: it is one matrix, for all. padding: rows of zeros behind the sources'.
     scale: what the checkpoint's weight is multiplied by. centred: the mean of the weight's rows is taken from
     each of them, so that the product's mean is 0. stacked: all experts are one tensor of the module's
-    name, where the rows of an expert's several sources take turns. format: one of ops.weight.FORMATS.
+    name, where the rows of an expert's several sources take turns. together: the name of a tensor that some
+    checkpoints have in place of the sources', where those of an expert are one behind the other. format: one
+    of ops.weight.FORMATS.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Product:
     scale: float = 1.0
     centred: bool = False
     stacked: bool = False
+    together: str = ""
     format: WeightFormat = "dense"
 
     @cached_property

@@ -152,7 +152,8 @@ def of_layers(model: Model) -> dict[str, Stored]:
             if product.stacked:  # one rank adds a bias of what is summed over ranks
                 targets |= _of_stack(product, weight, prefix, not (product.adds and model.spec.shard.rank))
             else:
-                targets |= of_product(product, weight, prefix)
+                own = of_product(product, weight, prefix)
+                targets |= own | (_of_all(product, weight, prefix, own) if product.together else {})
         if isinstance(layer, DeltaLayer):
             targets |= _of_delta_net(layer, prefix)
         if isinstance(layer, AttentionLayer) and layer.sinks is not None:
@@ -212,6 +213,25 @@ def of_product(product: Product, weight: Weight, prefix: str = "") -> dict[str, 
     if product.padding:
         weight.data[start:] = 0
     return targets
+
+
+def _of_all(product: Product, weight: Weight, prefix: str, own: dict[str, Stored]) -> dict[str, Stored]:
+    """A tensor [E, N, K] of all experts that fills a product's weight in place of `own`, which has those of
+    each."""
+    count, columns = product.experts, product.sources[0].part.columns
+    first = product.sources[: len(product.sources) // count]
+    height, width = first[0].part.whole
+
+    def take(found: Tensor) -> None:
+        for index, matrices in enumerate(found.to(weight.data.device).split(1)):
+            each = zip(first, matrices[0].split(height), strict=True)
+            expert = weight.part(index, count)
+            expert.format.fill(expert, torch.cat([matrix[source.part.rows] for source, matrix in each]))
+
+    shape = count, height * len(first), width
+    name = f"{prefix}{product.together}"
+    stored = Stored((shape,), FLOATS, take, more=(columns,), fills=f"{prefix}{product.name}")
+    return {name: stored._replace(optional=True, instead=tuple(own))}
 
 
 def _of_stack(product: Product, weight: Weight, prefix: str, biased: bool) -> dict[str, Stored]:
@@ -355,7 +375,11 @@ def _find(model: Model, model_dir: Path, targets: dict[str, Stored]) -> list[_Te
         raise WeightsError(
             f"{model_dir} has tensors that config.json does not account for: {some(unexpected)}"
         )
-    missing = sorted(name for name in targets.keys() - found.keys() if not targets[name].optional)
+    within = {name for tensor in found.values() for name in tensor.target.instead}
+    if twice := sorted(within & found.keys()):
+        raise WeightsError(f"{model_dir} has {some(twice)} twice: alone, and in a tensor of all experts")
+    absent = targets.keys() - found.keys() - within
+    missing = sorted(name for name in absent if not targets[name].optional)
     if missing:
         raise WeightsError(f"{model_dir} lacks tensors that config.json asks for: {some(missing)}")
     return list(found.values())

@@ -34,7 +34,7 @@ class Stored(NamedTuple):
     rows and columns of it (of dimensions of size 1: all), and which part of its further dimensions.
 
     `take` raises ValueError saying what is wrong with the values. optional: a checkpoint may lack it.
-    fills: what of the model, for readers.
+    fills: what of the model, for readers. instead: names of tensors that this one has in it.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -45,6 +45,7 @@ class Stored(NamedTuple):
     optional: bool = False
     fills: str = ""
     more: tuple[slice, ...] = ()
+    instead: tuple[str, ...] = ()
 
     @classmethod
     def into(cls, target: Tensor, dtypes: tuple[str, ...] = FLOATS) -> Stored:

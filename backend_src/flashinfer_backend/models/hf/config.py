@@ -322,10 +322,20 @@ class Config:
         gate_up, down = replace(gate_up, bias=bias), replace(mlp.down, bias=bias)
         return replace(mlp, gate_up=gate_up, down=down, activation=activation)
 
-    def experts(self, size_key: str, block: str, names: tuple[str, str, str], norm_topk: bool) -> Experts:
-        """block: the module that has the router and the experts. names: of an expert's gate, up and down."""
+    def experts(
+        self, size_key: str, block: str, names: tuple[str, str, str], norm_topk: bool, together: bool = False
+    ) -> Experts:
+        """block: the module that has the router and the experts. names: of an expert's gate, up and down.
+        together: some checkpoints have all experts in one tensor."""
         count, per_token = self.expert_counts()
         mlps = self._gated(size_key, [f"{block}.experts.{index}" for index in range(count)], names, count)
+        if together:
+            gate_up, down = (f"{block}.experts.{name}" for name in ("gate_up_proj", "down_proj"))
+            mlps = replace(
+                mlps,
+                gate_up=replace(mlps.gate_up, together=gate_up),
+                down=replace(mlps.down, together=down),
+            )
         router = Product("router", (whole(f"{block}.gate", count, self.hidden_size),), None, "")
         return Experts(mlps.size, size_key, mlps.gate_up, mlps.down, router, count, per_token, norm_topk)
 
@@ -426,7 +436,7 @@ class Config:
         reads. residual_scale: of what layers add to the residual stream. tied: whether the embedding is the
         head where no key says so. centred: the norms are LayerNorms."""
         hidden, vocab = self.hidden_size, self.count("vocab_size")
-        quantization = read_quantization(self.raw, self._hf_quant)
+        quantization = read_quantization(self.raw, self._hf_quant).renamed(self.aliases)
         own = tuple(Norm(name, module, hidden, offset=norm_offset) for name, module in norms.items())
         if residual_scale != 1 and not {"mixer_norm", "mlp_norm"}.isdisjoint(norms):
             raise ValueError("what is normed before it is added cannot be scaled by its weights")
