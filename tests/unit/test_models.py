@@ -356,6 +356,19 @@ def test_logits_match_transformers(pair):
     torch.testing.assert_close(torch.cat(pieces), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("kind", ["qwen3.5", "qwen3-next"])
+def test_a_prompt_can_be_cut_anywhere(kind, tmp_path):
+    """Layers that keep states go on from a chunk's end; they compute 64 tokens at once."""
+    path = make_checkpoint(kind, tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    ours, ids = load(path), prompt(70)
+    expected = their_logits(theirs, ids)
+    for cut in range(1, len(ids)):
+        paged = Paged(ours)
+        pieces = [paged.step([(1, part)])[0] for part in (ids[:cut], ids[cut:])]
+        torch.testing.assert_close(torch.cat(pieces), expected, atol=1e-4, rtol=0)
+
+
 def test_greedy_ids_match_transformers_in_a_mixed_batch(pair):
     """Two sequences decode together for 64 tokens; the second joins in chunks while the first decodes."""
     theirs, ours = pair

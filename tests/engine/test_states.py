@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers that keep states through the whole engine, against transformers: what sequences begin from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoints import make_checkpoint
+from engine.harness import serve, start_core
+from engine.test_generate import GREEDY, LONG, reference
+from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.engine.start import Core
+
+BLOCK, APART = 16, 64  # tokens of a block, and between two snapshots
+SETTINGS = {"max_num_seqs": 4, "check_invariants": True, "tokens_per_block": BLOCK}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen3.5", tmp_path_factory.mktemp("states"))
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return torch.randint(3, 250, (count,), generator=torch.manual_seed(seed)).tolist()
+
+
+def start(folder: Path, **settings: Any) -> Core:
+    return start_core(folder, **SETTINGS | settings)
+
+
+def reused(core: Core, before: int = 0) -> int:
+    return core.scheduler.prompt_tokens_reused - before
+
+
+def test_a_chat_goes_on_from_its_last_turn(folder: Path, tmp_path: Path) -> None:
+    """The state was kept behind the prompt, and each 64 tokens of the answer."""
+    core, prompt = start(folder), tokens(75, seed=1)
+    longer = SamplingParams(max_tokens=60, temperature=0.0)
+    with serve(core, tmp_path) as client:
+        (answer,) = client.generate([prompt], longer)
+        assert answer[:LONG] == reference(folder, [prompt])[0]
+        (again,) = client.generate([prompt], longer)
+        assert again == answer and reused(core) == 64
+        turn = prompt + answer + [9, 8]
+        assert client.generate([turn], GREEDY) == reference(folder, [turn])
+        assert reused(core, 64) == 128
+        without = prompt + [7] + answer[:30]  # an answer that the client has changed
+        assert client.generate([without], GREEDY) == reference(folder, [without])
+        assert reused(core, 64 + 128) == 64
+
+
+def test_prompts_that_part_within_another_keep_a_state_there(folder: Path, tmp_path: Path) -> None:
+    """The first has one behind its end alone. The second finds its blocks, but no state, and keeps one; the
+    third begins there."""
+    core, system = start(folder), tokens(100, seed=2)
+    prompts = [system + tokens(40, seed=seed) for seed in (3, 4, 5)]
+    expected, found = reference(folder, prompts), []
+    with serve(core, tmp_path) as client:
+        for prompt, answer in zip(prompts, expected, strict=True):
+            before = reused(core)
+            assert client.generate([prompt], GREEDY) == [answer]
+            found.append(reused(core, before))
+    assert found == [0, 0, 96]
+
+
+def test_the_least_recently_used_snapshots_go(folder: Path, tmp_path: Path) -> None:
+    """There are as many as slots."""
+    core = start(folder)
+    pool = core.scheduler.kv_manager.snapshots
+    assert pool is not None and pool.num_blocks == core.runner.state.snapshots == 4
+    prompts = [tokens(70, seed=seed) for seed in range(6)]
+    once = SamplingParams(max_tokens=1, temperature=0.0)
+    with serve(core, tmp_path) as client:
+        for prompt in prompts:
+            client.generate([prompt], once)
+        for prompt, tokens_found in zip(reversed(prompts), (64, 64, 64, 64, 0, 0), strict=True):
+            before = reused(core)
+            client.generate([prompt], once)
+            assert reused(core, before) == tokens_found
+        assert client.generate(prompts, GREEDY) == reference(folder, prompts)
+
+
+def test_sequences_of_one_request_begin_with_the_first_ones_state(folder: Path, tmp_path: Path) -> None:
+    """Without reuse as well; no other request finds it then."""
+    core, prompt = start(folder, enable_kv_cache_reuse=False, max_num_seqs=8), tokens(90, seed=6)
+    expected = reference(folder, [prompt])[0]
+    with serve(core, tmp_path) as client:
+        first = client.submit(prompt, GREEDY)
+        ids = [first, *(client.submit(prompt, GREEDY, share_with=first) for _ in range(2))]
+        client.wait(ids)
+        assert [client.tokens[i] for i in ids] == [expected] * 3
+        before = reused(core)
+        assert client.generate([prompt], GREEDY) == [expected] and reused(core, before) == 0
+
+
+def test_a_preempted_sequence_goes_on_from_a_snapshot(folder: Path, tmp_path: Path) -> None:
+    """Of its answer: its prompt is shorter than what lies between two."""
+    few = {"max_tokens_in_paged_kv_cache": 256, "max_seq_len": 160}
+    core, prompts = start(folder, **few), [tokens(40, seed=seed) for seed in range(8, 12)]
+    long = SamplingParams(max_tokens=100, temperature=0.0)
+    alone = start(folder)
+    with serve(alone, tmp_path / "alone") as client:
+        expected = [client.generate([prompt], long)[0] for prompt in prompts]
+    blocks = core.scheduler.blocks_reused
+    with serve(core, tmp_path / "few") as client:
+        assert client.generate(prompts, long) == expected
+    assert core.scheduler.preemptions and core.scheduler.blocks_reused > blocks
+    assert [each[:LONG] for each in expected] == reference(folder, prompts)
+
+
+def test_drafts_are_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"keep a state .* do not check drafts: set speculative_method=none"):
+        start(folder, speculative_method="ngram")
