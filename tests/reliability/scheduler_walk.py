@@ -138,7 +138,7 @@ class Settings:
             slow=rng.choice([False, True]),
         )
         settings.full = rng.random() < 0.8
-        settings.drafts, settings.right_drafts = rng.choice([0, 1, 3]), rng.choice([0.2, 0.5, 0.9, 1.0])
+        settings.drafts, settings.right_drafts = rng.choice([0, 0, 1, 3]), rng.choice([0.2, 0.5, 0.9, 1.0])
         for _ in range(rng.choice([0, 0, 1, 1, 2]) if settings.full else 1):
             window = rng.choice([1, 2, 3, 5, 8, 9, 17, 33])
             decoding = decoding_blocks(tail_blocks(window, block), block, settings.drafts)
