@@ -236,14 +236,12 @@ def test_random_ebnf_admits_its_language(seed):
         ("ebnf_grammar", r'root ::= "\ud800"', "no character"),
         ("ebnf_grammar", "root ::= " + "(" * 200 + '"a"' + ")" * 200, "nested more than 100 deep"),
         ("ebnf_grammar", 'root ::= "a"{200000}', "beyond 100000"),
-        (
-            "ebnf_grammar",
-            "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1} | [a-z]\n" for i in range(GRAMMAR.rules)),
-            f"more than {GRAMMAR.rules} rules",
-        ),
+        ("ebnf_grammar",
+         "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1} | [a-z]\n" for i in range(GRAMMAR.rules)),
+         f"more than {GRAMMAR.rules} rules"),
     ],
     ids=lambda value: value[:30],
-)
+)  # fmt: skip
 def test_wrong_and_too_large_grammars_are_refused(kind, text, words):
     with pytest.raises(GrammarError, match=words):
         matcher(kind, text)
