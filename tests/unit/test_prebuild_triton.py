@@ -129,6 +129,47 @@ def test_drafts_have_kernels_of_their_own():
     assert not {v for v in drafted if v[0].__name__ == "_decode"} & set(plain)
 
 
+def test_a_delta_net_has_one_variant_for_any_step():
+    """But where a kernel looks through more rows, or takes wider columns of more states. They compile for
+    Hopper."""
+    from flashinfer_backend.ops.torch_delta import DeltaRows, DeltaStates, DeltaWeights, inputs_kept
+    from flashinfer_backend.ops.triton_delta import delta_net
+
+    model = bundled(architectures=["Qwen3_5ForCausalLM"], model_type="qwen3_5_text")
+    config = EngineConfig(model_dir="", max_seq_len=8192, max_num_seqs=256)
+    ahead = prebuild_triton.collect(lambda: prebuild_triton.call_operations(config, model, torch.bfloat16))
+    kernels = {
+        "_decode_rows": 1,
+        "_convolve_rows": 3,
+        "_keep_inputs": 1,
+        "_chunk_writes": 3,
+        "_chunk_states": 2,
+        "_gated_norm": 1,
+    }
+    assert {name: names(ahead)[name] for name in kernels} == kernels
+    heads, dim, channels = 32, 128, 64 * 128
+    states = DeltaStates(
+        torch.empty(9, heads, dim, dim, device="meta"),
+        torch.empty(9, inputs_kept(4), channels + 2 * heads, device="meta", dtype=torch.bfloat16),
+    )
+    of_heads = torch.empty(heads, device="meta")
+    conv, norm = (torch.empty(*n, device="meta", dtype=torch.bfloat16) for n in ((channels, 4), (dim,)))
+    weights = DeltaWeights(conv, of_heads, of_heads, norm, model.norm_eps)
+
+    def calls() -> None:
+        for rows, decodes, tokens in ((1, 1, 1), (33, 33, 33), (3, 2, 70), (7, 0, 4096), (200, 1, 300)):
+            product = torch.empty(tokens, channels + heads * dim, device="meta", dtype=torch.bfloat16)
+            qkv, z = product.split([channels, heads * dim], dim=-1)
+            b, a = product.new_empty(tokens, 2 * heads).chunk(2, dim=-1)
+            slots, starts, first = torch.empty(3, rows + 1, dtype=torch.int32, device="meta")
+            own = DeltaRows(slots[1:], starts, first[1:], None, decodes)
+            delta_net(qkv, z, a, b, weights, states, own)
+
+    assert set(prebuild_triton.collect(calls)) <= set(ahead)
+    one_of_each = {kernel.__name__: (kernel, data) for kernel, data in ahead if kernel.__name__ in kernels}
+    assert prebuild_triton.compile_together(list(one_of_each.values())) == []
+
+
 def test_a_cache_in_fp8_has_kernels_of_its_own():
     """Which any number of rows, and both kinds of scales, share."""
     from flashinfer_backend.attention import split, triton_copy, triton_decode

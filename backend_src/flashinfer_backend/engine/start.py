@@ -95,20 +95,18 @@ def start(
         for group, cache in zip(state.groups, state.caches, strict=True)
     ]
     snapshots = BlockPool(state.snapshots + 1) if state.states is not None else None
-    drafting = runner.drafting
-    drafts = drafting.proposer.count if drafting is not None else 0
-    reuse = config.enable_kv_cache_reuse
-    manager = KVCacheManager(pools, config.tokens_per_block, reuse, snapshots, drafts)
+    manager = KVCacheManager(pools, config.tokens_per_block, config.enable_kv_cache_reuse, snapshots)
     spec = runner.state.model.spec
     scheduling = device.active().scheduling
     logits_tokens = step_tokens(spec.vocab_size)
+    drafting = runner.drafting
     scheduler = Scheduler(
         config,
         manager,
         spec.eos_token_ids,
         scheduling,
         logits_tokens,
-        drafts=drafts,
+        drafts=drafting.proposer.count if drafting is not None else 0,
         history=drafting is not None and drafting.proposer.history,
         draft_costs=runner.draft_costs,
     )

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from flashinfer_backend.ops import cublas, cuda_experts, cuda_fp8, cuda_int4, gated_linear, triton_linear
 from flashinfer_backend.ops.tilings import choose
+from flashinfer_backend.ops.torch_delta import count_held
 from flashinfer_backend.ops.triton_adapters import expand, group_adapters, shrink
-from flashinfer_backend.ops.triton_delta import causal_conv, delta_gates, gated_delta_rule, gated_norm
+from flashinfer_backend.ops.triton_delta import delta_net
 from flashinfer_backend.ops.triton_drafts import (
     accept,
     draft_inputs,
@@ -34,12 +35,10 @@ from flashinfer_backend.ops.weight import DENSE, Chosen, Int4, LowRank, Weight
 __all__ = [
     "accept",
     "activate",
-    "causal_conv",
-    "delta_gates",
+    "count_held",
+    "delta_net",
     "draft_inputs",
     "experts_add",
-    "gated_delta_rule",
-    "gated_norm",
     "group_adapters",
     "keep_allowed",
     "linear",

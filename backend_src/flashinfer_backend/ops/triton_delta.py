@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels of gated delta net layers; see ops.torch_delta, which has what they compute.
+"""Triton kernels of gated delta net layers: ops.torch_delta.delta_net.
 
-Rows of one token have kernels of their own, bound by reading and writing the states once. Longer rows are
-computed in chunks of 64 tokens: one kernel computes what does not depend on the states, for all chunks at
-once, another goes through a row's chunks with its state in registers. No kernel needs the lengths of rows on
-the host.
+Decode rows take one kernel, which is bound by reading and writing the states once. Prompts are computed in
+chunks of 64 tokens: one kernel computes what does not depend on the states, for all chunks at once, another
+goes through a row's chunks with its state in registers. No kernel needs the lengths of rows on the host.
 
 FlashInfer's kernels of these layers (flashinfer.gdn_prefill, gdn_decode) are written in CuTe DSL: they need
 the package nvidia-cutlass-dsl, and every process compiles them when it first uses them.
@@ -19,14 +18,14 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashinfer_backend.ops import device
-from flashinfer_backend.ops.torch_delta import CHUNK, L2_EPS
+from flashinfer_backend.ops.torch_delta import CHUNK, L2_EPS, DeltaRows, DeltaStates, DeltaWeights
 
 NATIVE = True  # with what a GPU alone has, and Triton's interpreter does not know
 _CHANNELS = 128  # of a convolution's program
-_TOKENS = 16
-_STATE_COLUMNS = 32  # values of a head, of a program that has their part of its state
+_TOKENS = 16  # the same; no fewer than inputs of the convolution
+_STATE_COLUMNS = 32  # values of a head, of a program that goes through a row's chunks
 _NORMED = 8  # heads of a program
-_SEARCHED = (16, 128, 1024, 8192)  # rows, of variants of the kernels that look for their row
+SEARCHED = (16, 128, 1024, 8192)  # rows, of variants of the kernels that look for their row
 
 _EPS = tl.constexpr(L2_EPS)
 _BLOCK = tl.constexpr(16)  # rows of a chunk whose inverse is computed one row after another
@@ -58,143 +57,6 @@ def _silu(x):
 
 
 @triton.jit
-def _convolve_tokens(
-    x,
-    weight,
-    states,
-    slots,
-    out,
-    x_stride,
-    C: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PAST: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
-    # Rows of one token.
-    _begin(NATIVE)
-    row = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    j = tl.arange(0, PAST)[None, :]  # 0: the oldest input
-    inside = (c < C)[:, None] & (j < WIDTH - 1)
-    slot = tl.load(slots + row).to(tl.int64)
-    state = states + (slot * C + c)[:, None] * (WIDTH - 1) + j
-    past = tl.load(state, mask=inside, other=0.0)
-    weights = tl.load(weight + c[:, None] * WIDTH + j, mask=inside, other=0.0)
-    newest = tl.load(x + row * x_stride + c, mask=c < C, other=0.0)
-    last_weight = tl.load(weight + c * WIDTH + WIDTH - 1, mask=c < C, other=0.0)
-    summed = tl.sum(past.to(tl.float32) * weights.to(tl.float32), axis=1)
-    summed += newest.to(tl.float32) * last_weight.to(tl.float32)
-    tl.store(out + row * C + c, _silu(summed).to(out.dtype.element_ty), mask=c < C)
-    tl.debug_barrier()  # all threads have what is replaced now
-    tl.store(state - 1, past, mask=inside & (j > 0))
-    tl.store(states + (slot * C + c) * (WIDTH - 1) + WIDTH - 2, newest.to(past.dtype), mask=c < C)
-
-
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["slots", "starts"])
-def _convolve_rows(
-    x,
-    weight,
-    states,
-    slots,
-    starts,
-    out,
-    rows,
-    x_stride,
-    C: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
-    _begin(NATIVE)
-    row, tile = _find(starts, rows, tl.program_id(0), TOKENS, ROWS)
-    if row >= rows:
-        return
-    slot = tl.load(slots + row).to(tl.int64)
-    start, end = tl.load(starts + row), tl.load(starts + row + 1)
-    t = start + tile * TOKENS + tl.arange(0, TOKENS)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    channel = (c < C)[None, :]
-    state = states + (slot * C + c)[None, :] * (WIDTH - 1)
-    summed = tl.zeros([TOKENS, BLOCK], tl.float32)
-    for j in tl.static_range(WIDTH):
-        source = t - (WIDTH - 1) + j
-        own = ((source >= start) & (source < end))[:, None] & channel
-        cells = x + source.to(tl.int64)[:, None] * x_stride + c[None, :]
-        value = tl.load(cells, mask=own, other=0.0).to(tl.float32)
-        if tile == 0:  # before its first token a row has what its slot kept
-            kept = (source < start)[:, None] & channel
-            past = tl.load(state + (source - start)[:, None] + WIDTH - 1, mask=kept, other=0.0)
-            value += past.to(tl.float32)
-        weights = tl.load(weight + c * WIDTH + j, mask=c < C, other=0.0)
-        summed += value * weights.to(tl.float32)[None, :]
-    target = out + t.to(tl.int64)[:, None] * C + c[None, :]
-    tl.store(target, _silu(summed).to(out.dtype.element_ty), mask=(t < end)[:, None] & channel)
-
-
-@triton.jit(do_not_specialize_on_alignment=["slots", "starts"])
-def _keep_inputs(
-    x,
-    states,
-    slots,
-    starts,
-    x_stride,
-    C: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PAST: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
-    # A kernel of its own: the one before reads what is replaced here.
-    _begin(NATIVE)
-    row = tl.program_id(0)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    j = tl.arange(0, PAST)[None, :]
-    inside = (c < C)[:, None] & (j < WIDTH - 1)
-    slot = tl.load(slots + row).to(tl.int64)
-    start, end = tl.load(starts + row), tl.load(starts + row + 1)
-    source = end - (WIDTH - 1) + j
-    state = states + (slot * C + c)[:, None] * (WIDTH - 1)
-    value = tl.load(
-        x + source.to(tl.int64) * x_stride + c[:, None], mask=inside & (source >= start), other=0.0
-    )
-    past = tl.load(state + (source - start) + WIDTH - 1, mask=inside & (source < start), other=0.0)
-    kept = tl.where(source >= start, value.to(past.dtype), past)
-    tl.debug_barrier()  # all threads have what is replaced now
-    tl.store(state + j, kept, mask=inside)
-
-
-@triton.jit(do_not_specialize=["count"])
-def _gates(
-    a,
-    b,
-    a_log,
-    dt_bias,
-    decay,
-    beta,
-    count,
-    a_stride,
-    b_stride,
-    HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
-    _begin(NATIVE)
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < count
-    token, head = (i // HEADS).to(tl.int64), i % HEADS
-    step = tl.load(a + token * a_stride + head, mask=inside, other=0.0).to(tl.float32)
-    step += tl.load(dt_bias + head).to(tl.float32)
-    # softplus; exp of more would overflow, and log(1 + exp(x)) is x long before
-    step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
-    tl.store(decay + i, -tl.exp(tl.load(a_log + head).to(tl.float32)) * step, mask=inside)
-    wide = tl.load(b + token * b_stride + head, mask=inside, other=0.0).to(tl.float32)
-    tl.store(beta + i, tl.sigmoid(wide), mask=inside)
-
-
-@triton.jit
 def _next_token(state, q, k, v, decay, beta):
     # state[Dk, Dv] float32, q, k[Dk] as they come, v[Dv] -> the state behind the token, what it answers.
     DIM: tl.constexpr = q.shape[0]
@@ -208,41 +70,214 @@ def _next_token(state, q, k, v, decay, beta):
 
 
 @triton.jit
-def _delta_tokens(
-    q,
-    k,
-    v,
-    decay,
-    beta,
-    states,
+def _normed(wide, square, gate, weight, eps, DIM: tl.constexpr, dtype):
+    # square: of wide, summed. Rounded where ops.torch_delta.gated_norm rounds.
+    normed = (wide * tl.rsqrt(square / DIM + eps)).to(dtype) * weight
+    return (normed.to(tl.float32) * _silu(gate.to(tl.float32))).to(dtype)
+
+
+@triton.jit
+def _decay_and_beta(a, b, a_log, dt_bias):
+    step = a.to(tl.float32) + dt_bias.to(tl.float32)
+    # softplus; exp of more would overflow, and log(1 + exp(x)) is x long before
+    step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
+    return -tl.exp(a_log.to(tl.float32)) * step, tl.sigmoid(b.to(tl.float32))
+
+
+@triton.jit
+def _convolved(
+    x,
+    inputs,
+    weight,
+    c,
+    token,
+    position,
+    first,
+    x_stride,
+    AXIS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TAPS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    KEPT: tl.constexpr,
+):
+    """The convolution of channels c for the token at `position`, rounded as results of this step's longer
+    rows are. `token`, at the position `first`, and those behind it are rows of x, those before are in inputs,
+    the slot's, whose tokens have KEPT values.
+
+    AXIS: of the taps, and of the state that the result is not broadcast along. So it reaches the state's
+    threads through shared memory: from the other axis, Triton would have each thread compute all that it
+    needs, or give the state the layout of this tile, which suits it less.
+    """
+    tap, channel = tl.expand_dims(tl.arange(0, TAPS), 1 - AXIS), tl.expand_dims(c, AXIS)
+    p = position - (WIDTH - 1) + tap
+    used = (tap < WIDTH) & (channel >= 0)
+    own = x + (token + (p - first)).to(tl.int64) * x_stride + channel
+    value = tl.load(own, mask=used & (p >= first), other=0.0)
+    past = inputs + p % LENGTH * KEPT + channel
+    value += tl.load(past, mask=used & (p < first) & (p >= 0), other=0.0).to(value.dtype)
+    weights = tl.load(weight + channel * WIDTH + tap, mask=used, other=0.0)
+    return _silu(tl.sum(value.to(tl.float32) * weights.to(tl.float32), axis=AXIS)).to(value.dtype)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots", "starts", "first", "held"])
+def _decode_rows(
+    qkv,
+    z,
+    a,
+    b,
+    conv,
+    a_log,
+    dt_bias,
+    norm,
+    recurrent,
+    inputs,
     slots,
+    starts,
+    first,
+    held,
     out,
-    q_stride,
-    k_stride,
-    v_stride,
+    eps,
+    x_stride,
+    z_stride,
+    a_stride,
+    b_stride,
     HEADS: tl.constexpr,
     SHARE: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TAPS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    DRAFTS: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    # Rows of one token.
+    # All of a layer for one head of a row. What a row reads of `inputs` no program writes in this step.
     _begin(NATIVE)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    key, value = tl.arange(0, DK), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    slot = tl.load(slots + row).to(tl.int64)
-    cells = states + ((slot * HEADS + head) * DK + key)[:, None] * DV + value[None, :]
-    state, result = _next_token(
-        tl.load(cells),
-        tl.load(q + row * q_stride + head // SHARE * DK + key),
-        tl.load(k + row * k_stride + head // SHARE * DK + key),
-        tl.load(v + row * v_stride + head * DV + value),
-        tl.load(decay + row * HEADS + head),
-        tl.load(beta + row * HEADS + head),
-    )
-    tl.store(cells, state)
-    tl.store(out + (row * HEADS + head) * DV + value, result.to(out.dtype.element_ty))
+    KEYS: tl.constexpr = HEADS // SHARE * DK
+    C: tl.constexpr = 2 * KEYS + HEADS * DV
+    KEPT: tl.constexpr = C + 2 * HEADS
+    key, value = tl.arange(0, DK), tl.arange(0, DV)
+    qc = head // SHARE * DK + key
+    kc, vc = KEYS + qc, 2 * KEYS + head * DV + value
+    log, bias = tl.load(a_log + head), tl.load(dt_bias + head)
+    norm_weight = tl.load(norm + value)
+    slot, place = tl.load(slots + row).to(tl.int64), tl.load(first + row)
+    start, end = row, row + 1
+    begin = place
+    if DRAFTS:
+        start, end = tl.load(starts + row).to(tl.int64), tl.load(starts + row + 1).to(tl.int64)
+        begin = place - tl.load(held + row)
+    inputs += slot * (LENGTH * KEPT)
+    cells = recurrent + ((slot * HEADS + head) * DK + key)[:, None] * DV + value[None, :]
+    state = tl.load(cells, mask=(key >= 0)[:, None] & (begin > 0), other=0.0)
+    if DRAFTS:
+        for p in range(begin, place):
+            k = _convolved(qkv, inputs, conv, kc, start, p, place, x_stride, 0, WIDTH, TAPS, LENGTH, KEPT)
+            v = _convolved(qkv, inputs, conv, vc, start, p, place, x_stride, 1, WIDTH, TAPS, LENGTH, KEPT)
+            gates = inputs + p % LENGTH * KEPT + C + head
+            decay, beta = _decay_and_beta(tl.load(gates), tl.load(gates + HEADS), log, bias)
+            state, _ = _next_token(state, k, k, v, decay, beta)
+        if (begin < place) | (begin == 0):
+            tl.store(cells, state)
+    for token in range(start, end):
+        p = place + (token - start).to(tl.int32)
+        q = _convolved(qkv, inputs, conv, qc, start, p, place, x_stride, 0, WIDTH, TAPS, LENGTH, KEPT)
+        k = _convolved(qkv, inputs, conv, kc, start, p, place, x_stride, 0, WIDTH, TAPS, LENGTH, KEPT)
+        v = _convolved(qkv, inputs, conv, vc, start, p, place, x_stride, 1, WIDTH, TAPS, LENGTH, KEPT)
+        own_a, own_b = tl.load(a + token * a_stride + head), tl.load(b + token * b_stride + head)
+        decay, beta = _decay_and_beta(own_a, own_b, log, bias)
+        state, result = _next_token(state, q, k, v, decay, beta)
+        gate = tl.load(z + token * z_stride + head * DV + value)
+        wide = result.to(out.dtype.element_ty).to(tl.float32)
+        square = tl.sum(wide * wide, axis=0)
+        normed = _normed(wide, square, gate, norm_weight, eps, DV, out.dtype.element_ty)
+        tl.store(out + token * (HEADS * DV) + head * DV + value, normed)
+        x, target = qkv + token * x_stride, inputs + p % LENGTH * KEPT
+        if head % SHARE == 0:
+            tl.store(target + qc, tl.load(x + qc))
+            tl.store(target + kc, tl.load(x + kc))
+        tl.store(target + vc, tl.load(x + vc))
+        if DRAFTS:
+            tl.store(target + C + head, own_a)
+            tl.store(target + C + HEADS + head, own_b)
+    if not DRAFTS:
+        tl.store(cells, state)
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["slots", "starts", "first"])
+def _convolve_rows(
+    x,
+    weight,
+    inputs,
+    slots,
+    starts,
+    first,
+    out,
+    rows,
+    x_stride,
+    C: tl.constexpr,
+    KEPT: tl.constexpr,
+    LENGTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    _begin(NATIVE)
+    row, tile = _find(starts, rows, tl.program_id(0), TOKENS, ROWS)
+    if row >= rows:
+        return
+    slot, place = tl.load(slots + row).to(tl.int64), tl.load(first + row)
+    start, end = tl.load(starts + row), tl.load(starts + row + 1)
+    t = start + tile * TOKENS + tl.arange(0, TOKENS)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    channel = (c < C)[None, :]
+    summed = tl.zeros([TOKENS, BLOCK], tl.float32)
+    for j in tl.static_range(WIDTH):
+        source = t - (WIDTH - 1) + j
+        own = ((source >= start) & (source < end))[:, None] & channel
+        cells = x + source.to(tl.int64)[:, None] * x_stride + c[None, :]
+        value = tl.load(cells, mask=own, other=0.0).to(tl.float32)
+        if tile == 0:  # before its first token a row has what its slot kept
+            p = place + (source - start)
+            kept = ((source < start) & (p >= 0))[:, None] & channel
+            past = inputs + (slot * LENGTH + p % LENGTH)[:, None] * KEPT + c[None, :]
+            value += tl.load(past, mask=kept, other=0.0).to(tl.float32)
+        weights = tl.load(weight + c * WIDTH + j, mask=c < C, other=0.0)
+        summed += value * weights.to(tl.float32)[None, :]
+    target = out + t.to(tl.int64)[:, None] * C + c[None, :]
+    tl.store(target, _silu(summed).to(out.dtype.element_ty), mask=(t < end)[:, None] & channel)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots", "starts", "first"])
+def _keep_inputs(
+    x,
+    inputs,
+    slots,
+    starts,
+    first,
+    x_stride,
+    C: tl.constexpr,
+    KEPT: tl.constexpr,
+    LENGTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TAPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    # A kernel of its own: the one before reads what is replaced here.
+    _begin(NATIVE)
+    row = tl.program_id(0)
+    c, j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :], tl.arange(0, TAPS)[:, None]
+    slot, place = tl.load(slots + row).to(tl.int64), tl.load(first + row)
+    start, end = tl.load(starts + row), tl.load(starts + row + 1)
+    source = end - (WIDTH - 1) + j
+    kept = (j < WIDTH - 1) & (source >= start) & (c < C)
+    value = tl.load(x + source.to(tl.int64) * x_stride + c, mask=kept, other=0.0)
+    p = place + (source - start)
+    tl.store(inputs + (slot * LENGTH + p % LENGTH) * KEPT + c, value, mask=kept)
 
 
 @triton.jit
@@ -278,20 +313,19 @@ def _inverse(system, SIZE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["starts"])
 def _chunk_writes(
-    q,
-    k,
-    v,
-    decay,
-    beta,
+    x,
+    a,
+    b,
+    a_log,
+    dt_bias,
     starts,
     u,
     w,
     scores,
     factors,
     rows,
-    q_stride,
-    k_stride,
-    v_stride,
+    a_stride,
+    b_stride,
     HEADS: tl.constexpr,
     SHARE: tl.constexpr,
     DK: tl.constexpr,
@@ -300,63 +334,67 @@ def _chunk_writes(
     ROWS: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    # What a chunk writes into its state is u - w @ state; scores: of its queries for what it writes.
+    # What a chunk writes into its state is u - w @ state; scores: of its queries for what it writes. factors:
+    # of a token's query for the state before its chunk, of its key at the chunk's end, of the state there.
     _begin(NATIVE)
     row, chunk = _find(starts, rows, tl.program_id(0), SIZE, ROWS)
     if row >= rows:
         return
+    KEYS: tl.constexpr = HEADS // SHARE * DK
+    C: tl.constexpr = 2 * KEYS + HEADS * DV
     head = tl.program_id(1)
     i, key, value = tl.arange(0, SIZE), tl.arange(0, DK), tl.arange(0, DV)
     t = tl.load(starts + row) + chunk * SIZE + i
     inside = t < tl.load(starts + row + 1)
     t = t.to(tl.int64)
-    shared = head // SHARE * DK + key[None, :]
-    k_tile = tl.load(k + t[:, None] * k_stride + shared, mask=inside[:, None], other=0.0)
-    q_tile = tl.load(q + t[:, None] * q_stride + shared, mask=inside[:, None], other=0.0)
+    own = inside[:, None]
+    q_cells = x + t[:, None] * C + head // SHARE * DK + key[None, :]
+    q = tl.load(q_cells, mask=own, other=0.0)
+    k = tl.load(q_cells + KEYS, mask=own, other=0.0)
     # Keys and queries stay as they are; the factors of their norms are those of rows and columns.
-    wide = k_tile.to(tl.float32)
+    wide = k.to(tl.float32)
     k_scale = tl.rsqrt(tl.sum(wide * wide, axis=1) + _EPS)
-    wide = q_tile.to(tl.float32)
+    wide = q.to(tl.float32)
     q_scale = tl.rsqrt(tl.sum(wide * wide, axis=1) + _EPS) * DK**-0.5
-    gates = t * HEADS + head
-    total = tl.cumsum(tl.load(decay + gates, mask=inside, other=0.0), 0)
-    share = tl.load(beta + gates, mask=inside, other=0.0)
+    decay, beta = _decay_and_beta(
+        tl.load(a + t * a_stride + head, mask=inside, other=0.0),
+        tl.load(b + t * b_stride + head, mask=inside, other=0.0),
+        tl.load(a_log + head),
+        tl.load(dt_bias + head),
+    )
+    decay, beta = tl.where(inside, decay, 0.0), tl.where(inside, beta, 0.0)
+    total = tl.cumsum(decay, 0)
     earlier = i[:, None] >= i[None, :]
     between = tl.exp(tl.where(earlier, total[:, None] - total[None, :], 0.0))
     between = tl.where(earlier, between * k_scale[None, :], 0.0)
-    system = tl.dot(k_tile, tl.trans(k_tile)) * between * (share * k_scale)[:, None]
-    own = tl.dot(q_tile, tl.trans(k_tile)) * between * q_scale[:, None]
-    tl.store(
-        scores + gates[:, None] * SIZE + i[None, :], own.to(scores.dtype.element_ty), mask=inside[:, None]
-    )
+    system = tl.dot(k, tl.trans(k)) * between * (beta * k_scale)[:, None]
+    score = (tl.dot(q, tl.trans(k)) * between * q_scale[:, None]).to(scores.dtype.element_ty)
+    place = t * HEADS + head
+    tl.store(scores + place[:, None] * SIZE + i[None, :], score, mask=own)
     inverse = _inverse(system, SIZE)
-    dtype = k_tile.dtype
-    v_tile = tl.load(v + t[:, None] * v_stride + head * DV + value[None, :], mask=inside[:, None], other=0.0)
-    values = tl.dot((inverse * share[None, :]).to(dtype), v_tile)
-    tl.store(u + gates[:, None] * DV + value[None, :], values.to(u.dtype.element_ty), mask=inside[:, None])
-    kept = (share * k_scale * tl.exp(total))[None, :]
-    keys = tl.dot((inverse * kept).to(dtype), k_tile)
-    tl.store(w + gates[:, None] * DK + key[None, :], keys.to(w.dtype.element_ty), mask=inside[:, None])
-    tl.store(factors + gates * 2, q_scale * tl.exp(total), mask=inside)
-    left = tl.sum(tl.where(i == SIZE - 1, total, 0.0), axis=0) - total
-    tl.store(factors + gates * 2 + 1, k_scale * tl.exp(left), mask=inside)
+    v = tl.load(x + t[:, None] * C + 2 * KEYS + head * DV + value[None, :], mask=own, other=0.0)
+    writes = tl.dot((inverse * beta[None, :]).to(v.dtype), v)
+    tl.store(u + place[:, None] * DV + value[None, :], writes.to(u.dtype.element_ty), mask=own)
+    keys = tl.dot((inverse * (beta * k_scale * tl.exp(total))[None, :]).to(k.dtype), k)
+    tl.store(w + place[:, None] * DK + key[None, :], keys.to(w.dtype.element_ty), mask=own)
+    whole = tl.sum(decay, axis=0)
+    tl.store(factors + place * 3, q_scale * tl.exp(total), mask=inside)
+    tl.store(factors + place * 3 + 1, k_scale * tl.exp(whole - total), mask=inside)
+    tl.store(factors + place * 3 + 2, tl.exp(whole + tl.zeros_like(total)), mask=inside)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "starts"])
+@triton.jit(do_not_specialize_on_alignment=["slots", "starts", "first"])
 def _chunk_states(
-    q,
-    k,
-    decay,
+    x,
     u,
     w,
     scores,
     factors,
-    states,
+    recurrent,
     slots,
     starts,
-    out,
-    q_stride,
-    k_stride,
+    first,
+    results,
     HEADS: tl.constexpr,
     SHARE: tl.constexpr,
     DK: tl.constexpr,
@@ -367,180 +405,140 @@ def _chunk_states(
     NATIVE: tl.constexpr,
 ):
     _begin(NATIVE)
+    KEYS: tl.constexpr = HEADS // SHARE * DK
+    C: tl.constexpr = 2 * KEYS + HEADS * DV
     head, row = tl.program_id(1), tl.program_id(2)
     i, key, value = tl.arange(0, SIZE), tl.arange(0, DK), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     start, end = tl.load(starts + row), tl.load(starts + row + 1)
     slot = tl.load(slots + row).to(tl.int64)
-    cells = states + ((slot * HEADS + head) * DK + key)[:, None] * DV + value[None, :]
-    state = tl.load(cells)
-    shared = head // SHARE * DK + key[None, :]
-    dtype = k.dtype.element_ty
-    for begin in tl.range(start, end, SIZE, num_stages=STAGES):
+    cells = recurrent + ((slot * HEADS + head) * DK + key)[:, None] * DV + value[None, :]
+    state = tl.load(cells, mask=(key >= 0)[:, None] & (tl.load(first + row) > 0), other=0.0)
+    dtype = x.dtype.element_ty
+    for chunk in tl.range(0, tl.cdiv(end - start, SIZE), num_stages=STAGES):
+        begin = start + chunk * SIZE
         inside = begin + i < end
         own = inside[:, None]
         t = (begin + i).to(tl.int64)
-        gates = t * HEADS + head
-        w_tile = tl.load(w + gates[:, None] * DK + key[None, :], mask=own, other=0.0)
-        u_tile = tl.load(u + gates[:, None] * DV + value[None, :], mask=own, other=0.0)
-        q_tile = tl.load(q + t[:, None] * q_stride + shared, mask=own, other=0.0)
-        k_tile = tl.load(k + t[:, None] * k_stride + shared, mask=own, other=0.0)
-        score = tl.load(scores + gates[:, None] * SIZE + i[None, :], mask=own, other=0.0)
-        asked = tl.load(factors + gates * 2, mask=inside, other=0.0)
-        left = tl.load(factors + gates * 2 + 1, mask=inside, other=0.0)
-        kept = tl.exp(tl.sum(tl.load(decay + gates, mask=inside, other=0.0), axis=0))
+        place = t * HEADS + head
+        w_tile = tl.load(w + place[:, None] * DK + key[None, :], mask=own, other=0.0)
+        u_tile = tl.load(u + place[:, None] * DV + value[None, :], mask=own, other=0.0)
+        q_cells = x + t[:, None] * C + head // SHARE * DK + key[None, :]
+        q = tl.load(q_cells, mask=own, other=0.0)
+        k = tl.load(q_cells + KEYS, mask=own, other=0.0)
+        score = tl.load(scores + place[:, None] * SIZE + i[None, :], mask=own, other=0.0)
+        asked = tl.load(factors + place * 3, mask=inside, other=0.0)
+        left = tl.load(factors + place * 3 + 1, mask=inside, other=0.0)
+        kept = tl.load(factors + (begin.to(tl.int64) * HEADS + head) * 3 + 2)
         rounded = state.to(dtype)
         written = u_tile.to(tl.float32) - tl.dot(w_tile, rounded)
-        result = tl.dot(q_tile, rounded) * asked[:, None]
-        result = tl.dot(score, written.to(dtype), result)
-        tl.store(out + gates[:, None] * DV + value[None, :], result.to(out.dtype.element_ty), mask=own)
-        state = tl.dot(tl.trans(k_tile), (written * left[:, None]).to(dtype), state * kept)
+        result = tl.dot(q, rounded) * asked[:, None]
+        result = tl.dot(score, written.to(dtype), result).to(dtype)
+        tl.store(results + place[:, None] * DV + value[None, :], result, mask=own)
+        state = tl.dot(tl.trans(k), (written * left[:, None]).to(dtype), state * kept)
     tl.store(cells, state)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["starts"])
 def _gated_norm(
-    x,
-    gate,
-    weight,
+    results,
+    z,
+    norm,
+    starts,
     out,
-    gate_stride,
+    rows,
+    z_stride,
     eps,
     HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    DV: tl.constexpr,
     BLOCK: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
+    # Of these rows' tokens; those behind the last row get zeros.
     _begin(NATIVE)
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    column = tl.arange(0, COLUMNS)[None, :]
-    inside = (head < HEADS)[:, None] & (column < DIM)
-    cells = head[:, None] * DIM + column
-    value = tl.load(x + token * (HEADS * DIM) + cells, mask=inside, other=0.0)
-    gates = tl.load(gate + token * gate_stride + cells, mask=inside, other=0.0).to(tl.float32)
-    weights = tl.load(weight + column, mask=column < DIM, other=0.0)
-    wide = value.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / DIM + eps)
-    # Rounded where ops.torch_delta.gated_norm rounds.
-    normed = (wide * scale[:, None]).to(value.dtype) * weights
-    result = normed.to(tl.float32) * _silu(gates)
-    tl.store(out + token * (HEADS * DIM) + cells, result.to(out.dtype.element_ty), mask=inside)
+    if token < tl.load(starts):
+        return
+    head, value = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DV)[None, :]
+    inside = (head < HEADS)[:, None] & (value >= 0)
+    given = inside & (token < tl.load(starts + rows))
+    cells = head[:, None] * DV + value
+    result = tl.load(results + token * (HEADS * DV) + cells, mask=given, other=0.0)
+    gate = tl.load(z + token * z_stride + cells, mask=given, other=0.0)
+    wide = result.to(tl.float32)
+    square = tl.sum(wide * wide, axis=1)[:, None]
+    normed = _normed(wide, square, gate, tl.load(norm + value), eps, DV, result.dtype)
+    tl.store(out + token * (HEADS * DV) + cells, normed, mask=inside)
 
 
-def _launch() -> dict[str, bool]:
-    return {"NATIVE": NATIVE, "launch_pdl": NATIVE}
-
-
-def _searched(rows: int) -> int:
-    return next(size for size in _SEARCHED if rows <= size)
-
-
-def causal_conv(
-    x: Tensor, weight: Tensor, conv_states: Tensor, slots: Tensor, starts: Tensor, decodes: int = 0
+def delta_net(
+    qkv: Tensor, z: Tensor, a: Tensor, b: Tensor, weights: DeltaWeights, states: DeltaStates, rows: DeltaRows
 ) -> Tensor:
-    """See ops.torch_delta.causal_conv. x's rows can have a stride. Tokens behind the last row get zeros."""
-    (tokens, channels), width, rows = x.shape, weight.shape[1], len(slots) - decodes
-    make = torch.empty if not rows else torch.zeros
-    out = make(tokens, channels, dtype=x.dtype, device=x.device)
-    blocks = triton.cdiv(channels, _CHANNELS)
-    sizes = {"C": channels, "WIDTH": width, "BLOCK": _CHANNELS}
-    past = triton.next_power_of_2(width - 1)
-    stride = x.stride(0)
+    """See ops.torch_delta.delta_net. Dk and Dv are powers of two from 16 on, 16 inputs are convolved at most.
+    Tokens behind the last row get zeros."""
+    (tokens, channels), width = qkv.shape, weights.conv.shape[1]
+    heads, dk, dv = states.recurrent.shape[1:]
+    decodes, prompts = rows.decodes, len(rows.slots) - rows.decodes
+    share = heads // ((channels - heads * dv) // (2 * dk))
+    sizes = {"HEADS": heads, "SHARE": share, "DK": dk, "DV": dv}
+    launch = {"NATIVE": NATIVE, "launch_pdl": NATIVE}
+    conv = {"WIDTH": width, "LENGTH": states.inputs.shape[1]}
+    taps = triton.next_power_of_2(width)
+    out = torch.empty(tokens, heads * dv, dtype=qkv.dtype, device=qkv.device)
+    strides = [x.stride(0) for x in (qkv, z, a, b)]
     if decodes:
-        _convolve_tokens[decodes, blocks](
-            x, weight, conv_states, slots, out, stride, **sizes, PAST=past, **_launch()
+        _decode_rows[decodes, heads](
+            *(qkv, z, a, b, *weights[:4], *states, *rows[:4], out, weights.eps, *strides),
+            **(sizes | conv | launch),
+            TAPS=taps,
+            DRAFTS=rows.held is not None,
+            num_warps=8,
+            maxnreg=128,
         )
-    if rows:
-        own = slots[decodes:], starts[decodes:]
-        tiles = (tokens - decodes) // _TOKENS + rows
-        _convolve_rows[tiles, blocks](
-            *(x, weight, conv_states, *own, out, rows, stride),
-            **sizes,
-            TOKENS=_TOKENS,
-            ROWS=_searched(rows),
-            **_launch(),
-        )
-        _keep_inputs[rows, blocks](x, conv_states, *own, stride, **sizes, PAST=past, **_launch())
-    return out
-
-
-def delta_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """See ops.torch_delta.delta_gates. Rows of a and b can have a stride."""
-    decay, beta = (torch.empty(a.shape, dtype=torch.float32, device=a.device) for _ in range(2))
-    count, block = a.numel(), 256
-    _gates[(triton.cdiv(count, block),)](
-        *(a, b, a_log, dt_bias, decay, beta, count, a.stride(0), b.stride(0)),
-        HEADS=a.shape[1],
-        BLOCK=block,
-        **_launch(),
-    )
-    return decay, beta
-
-
-def gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    states: Tensor,
-    slots: Tensor,
-    starts: Tensor,
-    decodes: int = 0,
-) -> Tensor:
-    """See ops.torch_delta.gated_delta_rule. Tokens of q, k and v can have a stride; Dk and Dv are powers of
-    two from 16 on. Tokens behind the last row get zeros."""
-    tokens, heads, rows = v.shape[0], v.shape[1], len(slots) - decodes
-    dk, dv = states.shape[2:]
-    make = torch.empty if not rows else torch.zeros
-    out = make(tokens, heads, dv, dtype=v.dtype, device=v.device)
-    sizes = {"HEADS": heads, "SHARE": heads // k.shape[1], "DK": dk, "DV": dv}
-    columns = min(_STATE_COLUMNS, dv)
-    strides = q.stride(0), k.stride(0), v.stride(0)
-    if decodes:
-        _delta_tokens[decodes, heads, dv // columns](
-            *(q, k, v, decay, beta, states, slots, out, *strides), **sizes, COLUMNS=columns, **_launch()
-        )
-    if not rows:
+    if not prompts:
         return out
-    own = slots[decodes:], starts[decodes:]
-    u, w, scores = (
-        torch.empty(tokens, heads, size, dtype=v.dtype, device=v.device) for size in (dv, dk, CHUNK)
+    slots, starts, first = (x[decodes:] for x in rows[:3])
+    convolved = torch.empty(tokens, channels, dtype=qkv.dtype, device=qkv.device)
+    blocks = triton.cdiv(channels, _CHANNELS)
+    conv |= {"C": channels, "KEPT": channels + 2 * heads, "BLOCK": _CHANNELS}
+    searched = next(size for size in SEARCHED if prompts <= size)
+    _convolve_rows[(tokens - decodes) // _TOKENS + prompts, blocks](
+        *(qkv, weights.conv, states.inputs, slots, starts, first, convolved, prompts, strides[0]),
+        **(conv | launch),
+        TOKENS=_TOKENS,
+        ROWS=searched,
     )
-    factors = torch.empty(tokens, heads, 2, dtype=torch.float32, device=v.device)
-    _chunk_writes[(tokens - decodes) // CHUNK + rows, heads](
-        *(q, k, v, decay, beta, own[1], u, w, scores, factors, rows, *strides),
-        **sizes,
+    _keep_inputs[prompts, blocks](
+        *(qkv, states.inputs, slots, starts, first, strides[0]), **(conv | launch), TAPS=taps
+    )
+    u, w, scores, results = (
+        torch.empty(tokens, heads, size, dtype=qkv.dtype, device=qkv.device) for size in (dv, dk, CHUNK, dv)
+    )
+    factors = torch.empty(tokens, heads, 3, dtype=torch.float32, device=qkv.device)
+    _chunk_writes[(tokens - decodes) // CHUNK + prompts, heads](
+        *(convolved, a, b, weights.a_log, weights.dt_bias, starts, u, w, scores, factors, prompts),
+        *strides[2:],
+        **(sizes | launch),
         SIZE=CHUNK,
-        ROWS=_searched(rows),
-        **_launch(),
+        ROWS=searched,
     )
-    if rows * heads * (dv // columns) > 2 * device.sms():  # fewer programs read queries and keys less often
+    columns = min(_STATE_COLUMNS, dv)
+    if (
+        prompts * heads * (dv // columns) > 2 * device.sms()
+    ):  # fewer programs read queries and keys less often
         columns = min(2 * columns, dv)
-    _chunk_states[dv // columns, heads, rows](
-        *(q, k, decay, u, w, scores, factors, states, *own, out, *strides[:2]),
-        **sizes,
+    _chunk_states[dv // columns, heads, prompts](
+        *(convolved, u, w, scores, factors, states.recurrent, slots, starts, first, results),
+        **(sizes | launch),
         SIZE=CHUNK,
         COLUMNS=columns,
         STAGES=2,
-        **_launch(),
     )
-    return out
-
-
-def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See ops.torch_delta.gated_norm: x[T, heads, D], contiguous, and gate[T, heads, D], whose tokens can
-    have a stride."""
-    tokens, heads, dim = x.shape
-    out = torch.empty_like(x)
-    block = min(_NORMED, triton.next_power_of_2(heads))
-    _gated_norm[tokens, triton.cdiv(heads, block)](
-        *(x, gate, weight, out, gate.stride(0), eps),
+    normed = min(_NORMED, triton.next_power_of_2(heads))
+    _gated_norm[tokens, triton.cdiv(heads, normed)](
+        *(results, z, weights.norm, starts, out, prompts, strides[1], weights.eps),
         HEADS=heads,
-        DIM=dim,
-        COLUMNS=triton.next_power_of_2(dim),
-        BLOCK=block,
-        **_launch(),
+        DV=dv,
+        BLOCK=normed,
+        **launch,
     )
     return out

@@ -155,6 +155,8 @@ def call_operations(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) 
     _call_products(model, empty)
     if config.max_loras:
         _call_adapters(config, model, empty)
+    if model.delta_nets:
+        _call_delta_net(config, model, empty)
     mixer = model.attention
     heads, kv_heads, dim = mixer.heads, mixer.kv_heads, mixer.head_dim
     block = config.tokens_per_block
@@ -192,9 +194,6 @@ def call_operations(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) 
     varied = any(mixer.variant for mixer in model.attentions)  # which take FA2
     if config.attention_backend in ("auto", "triton") and not varied:
         most, fp8_cache = config.max_num_seqs, stored == E4M3
-        mixers, windows = model.attentions, model.windows(config.max_seq_len)
-        kinds = {(m.soft_cap, m.sinks, window) for m, window in zip(mixers, windows, strict=True)}
-        kinds |= {(None, False, None)} if config.draft_model != "none" else set()  # of a head
         before = 0
         for rows in sorted({min(limit or most, most) for limit, _ in split.config_steps(fp8_cache)}):
             items = split.max_items(rows, kv_heads, fp8_cache)
@@ -204,23 +203,37 @@ def call_operations(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) 
             if drafts:  # of each row alone, and of those that are checked with drafts
                 fed = {1} | {1 + n for r in range(before + 1, rows + 1) for n in draft_counts(r, drafts)}
                 lengths = [split.Lengths(last_token, queries) for queries in sorted(fed)]
-            for ends, (cap, sinks, window) in itertools.product(lengths, kinds):
+            for ends, cap in itertools.product(lengths, {mixer.soft_cap for mixer in model.attentions}):
                 q = empty(rows * (1 if ends is None else ends.queries), heads, dim)
-                own = empty(heads, of=torch.float32) if sinks else None
-                triton_decode.decode(
-                    q,
-                    cache,
-                    q,
-                    *given,
-                    soft_cap=cap,
-                    sinks=own,
-                    rows=rows,
-                    lengths=ends,
-                    window=window,
-                )
+                triton_decode.decode(q, cache, q, *given, soft_cap=cap, rows=rows, lengths=ends)
             before = rows
     if drafts:
         _call_drafts(config, words, table, last_token)
+
+
+def _call_delta_net(config: EngineConfig, model: ModelSpec, empty: Callable[..., Tensor]) -> None:
+    """A layer's, whose sizes all others have: decode rows, and prompts as kernels tell their number."""
+    from flashinfer_backend.ops import triton_delta
+    from flashinfer_backend.ops.torch_delta import DeltaRows, DeltaStates, DeltaWeights, inputs_kept
+
+    def words(*shape: int) -> Tensor:
+        return empty(*shape, of=torch.int32)
+
+    def floats(*shape: int) -> Tensor:
+        return empty(*shape, of=torch.float32)
+
+    net = model.delta_nets[0]
+    channels, heads, most = sum(net.widths), net.value_heads, config.max_num_seqs
+    norm = empty(net.value_dim)
+    weights = DeltaWeights(empty(channels, net.kernel), floats(heads), floats(heads), norm, model.norm_eps)
+    recurrent = floats(1, heads, net.key_dim, net.value_dim)
+    states = DeltaStates(recurrent, empty(1, inputs_kept(net.kernel), channels + 2 * heads))
+    for prompts in sorted({0, 1, most, *(size for size in triton_delta.SEARCHED if size < most)}):
+        rows = prompts or most
+        qkv, z = empty(rows, channels + net.widths[2]).split((channels, net.widths[2]), dim=-1)
+        b, a = empty(rows, 2 * heads).chunk(2, dim=-1)
+        row = DeltaRows(words(rows), words(rows + 1), words(rows), None, rows - prompts)
+        triton_delta.delta_net(qkv, z, a, b, weights, states, row)
 
 
 def _call_drafts(config: EngineConfig, words: Callable[..., Tensor], table: Tensor, by_slot: Tensor) -> None:
