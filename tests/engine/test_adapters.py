@@ -58,12 +58,22 @@ def make_adapter(model_dir: Path, folder: Path, form: dict[str, Any], seed: int)
     return folder
 
 
-@pytest.fixture(scope="module", params=["llama", "phi3", "mpt"])
+@pytest.fixture(scope="module", params=["llama", "phi3", "mpt", "qwen3.5"])
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
     folder = tmp_path_factory.mktemp(request.param)
     model = make_checkpoint(request.param, folder / "model")
     forms = FORMS
     fused = {"phi3": ["qkv_proj", "gate_up_proj", "o_proj"], "mpt": ["Wqkv", "out_proj", "down_proj"]}
+    fused["qwen3.5"] = [
+        "q_proj",
+        "k_proj",
+        "o_proj",
+        "up_proj",
+        "in_proj_qkv",
+        "in_proj_z",
+        "in_proj_a",
+        "out_proj",
+    ]
     if request.param in fused:
         forms = [{"r": 4, "lora_alpha": 64, "target_modules": fused[request.param]}]
     return model, [make_adapter(model, folder / str(i), form, i) for i, form in enumerate(forms)]

@@ -58,7 +58,7 @@ def room(product: Product, count: int, most_rank: int, dtype: torch.dtype, devic
     """Zeros for `count` adapters of a product, of ranks up to `most_rank`."""
     rank = max(LEAST_RANK, 1 << (most_rank - 1).bit_length())
     rows, columns = product.shape
-    ends = tuple(accumulate(source.rows for source in product.sources))
+    ends = tuple(accumulate(sum(source.rows for source in run) for run in product.runs))
     down, up = (
         torch.zeros(shape, dtype=dtype, device=device)
         for shape in ((count, len(ends), rank, columns), (count, rows, rank))

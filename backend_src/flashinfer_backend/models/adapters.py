@@ -280,10 +280,11 @@ def _places(spec: ModelSpec) -> dict[str, list[tuple[int, Product, int, Source, 
     for index, layer in enumerate(spec.layers):
         for product in layer.adaptable:
             start = 0
-            for part, source in enumerate(product.sources):
-                rows = slice(start, start := start + source.rows)
-                place = index, product, part, source, rows
-                places.setdefault(f"{layer.prefix}.{source.module}", []).append(place)
+            for part, run in enumerate(product.runs):
+                for source in run:
+                    rows = slice(start, start := start + source.rows)
+                    place = index, product, part, source, rows
+                    places.setdefault(f"{layer.prefix}.{source.module}", []).append(place)
     return places
 
 

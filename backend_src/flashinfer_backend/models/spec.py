@@ -7,6 +7,7 @@ models/weights.py fills their products.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -96,6 +97,11 @@ class Product:
     @property
     def modules(self) -> list[str]:
         return [source.module for source in self.sources]
+
+    @cached_property
+    def runs(self) -> list[tuple[Source, ...]]:
+        """The sources, those of one module that follow each other together."""
+        return [tuple(run) for _, run in itertools.groupby(self.sources, lambda source: source.module)]
 
     def share(self, shard: Shard) -> Product:
         """One rank's share. Where there are fewer grains than ranks, several ranks have the same."""
@@ -285,7 +291,7 @@ class FullAttention:
     (attention.contract.Scores); None: 1 / sqrt(head_dim), and none. sinks: whether the checkpoint has a sink
     for each head. query_scaling: (beta, positions), by which rotated queries grow
     (models.rope.query_scales). variant: in attention.variants.VARIANTS, how scores become weights otherwise,
-    with its number for each head (by_head). gated: behind the values qkv has the rows of a gate, by whose
+    with its number for each head (by_head). gated: before the queries qkv has the rows of a gate, by whose
     sigmoid what is attended is multiplied: https://arxiv.org/abs/2505.06708."""
 
     heads: int
@@ -304,11 +310,6 @@ class FullAttention:
     variant: str = ""
     by_head: tuple[float, ...] = ()
     gated: bool = False
-
-    @property
-    def qkv_columns(self) -> int:
-        """Of the product's results: queries, keys and values. Behind them is the gate."""
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -486,9 +487,8 @@ class LayerSpec:
 
     @property
     def adaptable(self) -> tuple[Product, ...]:
-        """Products that adapters can add to; experts, routed or shared, and delta nets have none."""
-        mixer = () if isinstance(self.mixer, DeltaNet) else self.mixer.products
-        return *mixer, *(() if isinstance(self.mlp, Experts) else self.mlp.products)
+        """Products that adapters can add to; experts, routed or shared, have none."""
+        return *self.mixer.products, *(() if isinstance(self.mlp, Experts) else self.mlp.products)
 
     def map(self, change: Callable[[Product], Product]) -> LayerSpec:
         """The same with other products, of those that can be quantised."""

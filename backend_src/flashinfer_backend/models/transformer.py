@@ -184,7 +184,8 @@ class AttentionLayer(Layer):
         what goes around attention. chosen: the tokens' adapters, as in Transformer.forward."""
         qkv, gate = self._product(hidden, self.input_norm, self.qkv, chosen), None
         if self.mixer.gated:
-            qkv, gate = qkv[:, : self.mixer.qkv_columns], qkv[:, self.mixer.qkv_columns :]
+            gates = self.mixer.heads * self.mixer.head_dim
+            gate, qkv = qkv[:, :gates], qkv[:, gates:]
         if self.mixer.qk_norm == "all":
             self._norm_all_heads(qkv, collectives)
         return self.rotate(qkv, positions, cache_locations, kv_cache, out), Stream(hidden, gate)
@@ -265,22 +266,24 @@ class DeltaLayer(Layer):
         place: int,
         collectives: Collectives,
         rows: Tensor | None = None,
+        chosen: Chosen | None = None,
     ) -> Tensor:
         """The residual stream hidden[T, hidden] -> the next one, of the tokens in `rows` alone if given.
-        place: of the layer's states in recurrent.states."""
+        place: of the layer's states in recurrent.states. chosen: as in Transformer.forward."""
         mixer, ops = self.mixer, self.ops
         assert self.input_norm is not None
         normed = ops.rms_norm(hidden, self.input_norm, self.eps)
-        qkvz, ba = ops.linear(normed, self.qkvz), F.linear(normed, self.ba.data)
+        qkvz, ba = (ops.linear(normed, product, None, chosen) for product in (self.qkvz, self.ba))
         qkv, z = qkvz.split((sum(mixer.widths), mixer.widths[2]), dim=-1)
         b, a = ba.chunk(2, dim=-1)
         own = DeltaWeights(self.conv, self.a_log, self.dt_bias, self.out_norm, self.eps)
         x = ops.delta_net(qkv, z, a, b, own, recurrent.states[place], recurrent.rows)
         if rows is not None:
             x, hidden = x[rows], hidden[rows]
+            chosen = None if chosen is None else chosen.of(rows)
             if not len(rows):
                 return hidden
-        return self.behind(x, hidden, collectives)
+        return self.behind(x, hidden, collectives, chosen)
 
 
 class Transformer(nn.Module):
@@ -408,7 +411,7 @@ class Transformer(nn.Module):
             hidden = layer.after(attended, stream, self.collectives, chosen)
         _tap(taps, before, hidden)
         for number in range(before + 1, here):
-            hidden = self._recur(number, hidden, recurrent)
+            hidden = self._recur(number, hidden, recurrent, None, chosen)
             _tap(taps, number, hidden)
         layer = self.layers[here]
         assert isinstance(layer, AttentionLayer)
@@ -436,16 +439,21 @@ class Transformer(nn.Module):
                 return stream.hidden
         hidden = layer.after(attended, stream, self.collectives, chosen)
         for number in range(before + 1, last + 1):
-            hidden = self._recur(number, hidden, recurrent, rows if number == last else None)
+            hidden = self._recur(number, hidden, recurrent, rows if number == last else None, chosen)
         return hidden
 
     def _recur(
-        self, number: int, hidden: Tensor, recurrent: Recurrent | None, rows: Tensor | None = None
+        self,
+        number: int,
+        hidden: Tensor,
+        recurrent: Recurrent | None,
+        rows: Tensor | None,
+        chosen: Chosen | None,
     ) -> Tensor:
         """One layer that keeps states."""
         layer = self.layers[number]
         assert isinstance(layer, DeltaLayer) and recurrent is not None
-        return layer(hidden, recurrent, self._places[number], self.collectives, rows)
+        return layer(hidden, recurrent, self._places[number], self.collectives, rows, chosen)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """[T, hidden], the residual stream that the first layer takes."""

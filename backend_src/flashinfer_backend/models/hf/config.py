@@ -246,7 +246,7 @@ class Config:
         qkv[:2] = [source._replace(order=order) for source in qkv[:2]]
         if gated:
             queries, gates = taking_turns(names[0], heads, (head_dim, head_dim), hidden)
-            qkv = [*queries, *qkv[1:], *gates]
+            qkv = [*gates, *queries, *qkv[1:]]
         o = whole("self_attn.o_proj", hidden, heads * head_dim)
         norms: tuple[Norm, ...] = ()
         if qk_norm:
