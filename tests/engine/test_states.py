@@ -11,7 +11,9 @@ import torch
 
 from checkpoints import make_checkpoint
 from engine.harness import serve, start_core
+from engine.test_drafts import Replay
 from engine.test_generate import GREEDY, LONG, reference
+from engine.test_graph_steps import replayed
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.engine.start import Core
 
@@ -112,6 +114,23 @@ def test_a_preempted_sequence_goes_on_from_a_snapshot(folder: Path, tmp_path: Pa
     assert [each[:LONG] for each in expected] == reference(folder, prompts)
 
 
-def test_drafts_are_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"keep a state .* do not check drafts: set speculative_method=none"):
-        start(folder, speculative_method="ngram")
+@pytest.mark.parametrize(("spoilt", "graphs"), [(0.3, False), (0.5, True)])
+def test_accepted_drafts_enter_the_state_and_rejected_ones_do_not(
+    folder: Path, tmp_path: Path, spoilt: float, graphs: bool
+) -> None:
+    """Next to prompts in chunks, preempted, and from prefixes, which end behind a prompt then."""
+    limits = {"max_num_tokens": 33, "max_num_tokens_while_decoding": 33}
+    prompts = [tokens(30 + 15 * seed, seed=seed) for seed in range(6)]
+    expected, proposer = reference(folder, prompts), Replay(3, spoilt)
+    proposer.sequences = [prompt + answer for prompt, answer in zip(prompts, expected, strict=True)]
+    few = {"max_tokens_in_paged_kv_cache": 288, "max_seq_len": 192}
+    core = start(folder, proposer=proposer, **limits, **few)
+    capture = replayed(core.runner) if graphs else None
+    with serve(core, tmp_path) as client:
+        assert client.generate(prompts, GREEDY) == expected
+        before = reused(core)
+        assert client.generate(prompts[-2:], GREEDY) == expected[-2:]
+        assert reused(core, before) >= 64
+    scheduler = core.scheduler
+    assert 0 < scheduler.accepted_tokens < scheduler.drafted_tokens and scheduler.preemptions
+    assert capture is None or capture.replays > 20

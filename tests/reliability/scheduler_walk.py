@@ -594,7 +594,8 @@ class World:
         if self.settings.snapshots:
             if start and self.states[slot] != asked.content[start - 1]:
                 self.wrong.append(f"slot {slot} goes on from another state than its own at {start}")
-            self.states[slot] = content[-1]
+            # Drafts behind the first wrong one do not enter it.
+            self.states[slot] = content[-1 if plan.feeds[row] == Feeds.GIVEN else right]
         places = np.arange(start, end)
         size = self.settings.block
         for cache, blocks, window in zip(self.caches, self.block_tables[:, slot], self.windows, strict=True):
@@ -626,8 +627,7 @@ class Load:
         self.adapters = random.Random(~seed)  # of what has to do with them
         settings = Settings.drawn(rng)
         settings.adapters = self.adapters.choice([0, 0, 1, 2])
-        if not settings.drafts:
-            settings.snapshots = self.adapters.choice([0, 1, 4, 20])
+        settings.snapshots = self.adapters.choice([0, 1, 4, 20])
         self.world = World(settings, seed)
         limit = self.world.loop.config.max_input_len
         self.prefixes = [self._tokens(rng.randint(1, limit)) for _ in range(3)]

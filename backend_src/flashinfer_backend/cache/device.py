@@ -84,7 +84,8 @@ class KVCache:
 @dataclass(frozen=True)
 class StateFormat:
     """What layers with states keep of a sequence on one rank: heads' states [key_dim, value_dim] in float32,
-    and of the last tokens, as many as a convolution of `kernel` inputs reads, `channels` values in dtype."""
+    and of the last tokens, as many as a convolution of `kernel` inputs reads and `drafts` more need
+    (ops.torch_delta.inputs_kept), `channels` values in dtype."""
 
     layers: int
     heads: int
@@ -93,11 +94,12 @@ class StateFormat:
     channels: int
     kernel: int
     dtype: torch.dtype
+    drafts: int = 0
 
     @property
     def bytes_per_sequence(self) -> int:
         state = self.heads * self.key_dim * self.value_dim * torch.float32.itemsize
-        inputs = inputs_kept(self.kernel) * self._width * self.dtype.itemsize
+        inputs = inputs_kept(self.kernel, self.drafts) * self._width * self.dtype.itemsize
         return self.layers * (state + inputs)
 
     @property
@@ -107,7 +109,7 @@ class StateFormat:
     def allocate(self, rows: int, device: torch.device) -> StateCache:
         shape = self.layers, rows, self.heads, self.key_dim, self.value_dim
         recurrent = torch.zeros(shape, dtype=torch.float32, device=device)
-        kept = self.layers, rows, inputs_kept(self.kernel), self._width
+        kept = self.layers, rows, inputs_kept(self.kernel, self.drafts), self._width
         return StateCache(recurrent, torch.zeros(kept, dtype=self.dtype, device=device))
 
 

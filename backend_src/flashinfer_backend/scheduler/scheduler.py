@@ -410,7 +410,8 @@ class Scheduler:
         rows = decoding.astype(np.intp)  # numpy indexes by these in a third of the time
         starts = table.computed[rows]
         table.computed[rows] = starts + 1
-        if self.kv_manager.snapshots is not None and self.kv_manager.reuse:
+        # With drafts, only the device knows where a row ends, and states are behind it.
+        if self.kv_manager.snapshots is not None and self.kv_manager.reuse and not self.drafts:
             for place in ((starts + 1) % self._snapshot_tokens == 0).nonzero()[0].tolist():
                 self._save_generated(int(decoding[place]), int(starts[place]) + 1)
         slots, sampling = decoding, decoding

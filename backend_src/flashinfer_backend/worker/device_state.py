@@ -56,6 +56,8 @@ class DeviceState:
         begin with 1."""
         self.model, self.ops, self.device = model, ops, model.device
         self.states = states
+        # With drafts, how many tokens of its sequence a slot's state has seen.
+        self._in_state: torch.Tensor | None = None
         self.groups, self.caches, self.kv_cache = groups, caches, caches[0]
         self._group_of = {layer: i for i, group in enumerate(groups) for layer in group.layers}
         pairs = [
@@ -76,6 +78,8 @@ class DeviceState:
         self.adapters = torch.full((rows,), -1, dtype=torch.int32, device=self.device)
         self._max_loras = config.max_loras
         drafts = proposer.count if proposer is not None else 0
+        if states is not None and drafts:
+            self._in_state = torch.zeros(rows, dtype=torch.int32, device=self.device)
         self.drafts = torch.zeros((rows, drafts), dtype=torch.int32, device=self.device)
         # Those of a step with all of its drafts, for attention of layers that run once some are rejected.
         own = proposer is not None and proposer.cache_layers
@@ -187,7 +191,8 @@ class DeviceState:
         return slots, snapshots + self.dummy_slot
 
     def recurrent(self, plan: StepPlan, positions: torch.Tensor) -> Recurrent | None:
-        """What layers that keep states are told of the plan's rows; positions: of its tokens."""
+        """What layers that keep states are told of the plan's rows; positions: of its tokens. With drafts,
+        rows of given tokens are none that a state waits for, however short they are."""
         if self.states is None:
             return None
         ends = np.cumsum(plan.lengths, dtype=np.int32)
@@ -195,15 +200,27 @@ class DeviceState:
         slots, starts = words.split([plan.num_rows, plan.num_rows + 1])
         longer = (plan.lengths > 1).nonzero()[0]
         decodes = int(longer[0]) if len(longer) else plan.num_rows
-        rows = DeltaRows(slots, starts, positions[starts[:-1]], None, decodes)
-        return Recurrent(self.states.layers, rows)
+        if self._in_state is not None:
+            decodes = plan.num_decodes
+        return self._recurrent(slots, starts, positions[starts[:-1]], decodes)
 
-    def recurrent_decodes(self, slots: torch.Tensor, positions: torch.Tensor) -> Recurrent | None:
-        """The same of rows of one token each."""
+    def recurrent_decodes(
+        self, slots: torch.Tensor, positions: torch.Tensor, feeds: int = 1
+    ) -> Recurrent | None:
+        """The same of rows of as many tokens each, of which padding is as drafts that are rejected."""
         if self.states is None:
             return None
-        starts = torch.arange(len(slots) + 1, dtype=torch.int32, device=self.device)
-        return Recurrent(self.states.layers, DeltaRows(slots, starts, positions, None, len(slots)))
+        starts = feeds * torch.arange(len(slots) + 1, dtype=torch.int32, device=self.device)
+        return self._recurrent(slots, starts, positions[::feeds], len(slots))
+
+    def _recurrent(
+        self, slots: torch.Tensor, starts: torch.Tensor, first: torch.Tensor, decodes: int
+    ) -> Recurrent:
+        assert self.states is not None
+        own, held = (slots, starts, first), None
+        if self._in_state is not None:
+            held = self.ops.count_held(self._in_state, *own, decodes)
+        return Recurrent(self.states.layers, DeltaRows(*own, held, decodes))
 
     def update_adapters(self, plan: StepPlan) -> None:
         """Note the adapters of sequences that came to slots, before the step reads them."""

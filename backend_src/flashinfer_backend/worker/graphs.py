@@ -348,7 +348,7 @@ class DecodeGraphs:
             taps = state.taps(tokens)
         chosen = state.chosen(owners) if self._adapted else None
         inputs = input_ids, positions, cache_locations, state.kv_layers, attention
-        recurrent = state.recurrent_decodes(owners, positions) if feeds == 1 else None
+        recurrent = state.recurrent_decodes(slots, positions, feeds)
         hidden = state.model(*inputs, taps=taps, chosen=chosen, recurrent=recurrent)
         logits = state.model.logits(hidden, self._logits[:tokens])
         collectives = state.model.collectives

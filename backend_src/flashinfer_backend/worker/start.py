@@ -118,10 +118,6 @@ def start_runner(
         raise ValueError(
             f"the checkpoint is {spec.pooling.what}. It has no use for drafts: set speculative_method=none"
         )
-    if make_proposer is not None and spec.delta_nets:
-        raise ValueError(
-            "layers that keep a state (linear attention) do not check drafts: set speculative_method=none"
-        )
     if make_proposer is not None:
         if window := min(filter(None, layers), default=None):
             raise ValueError(
@@ -134,7 +130,7 @@ def start_runner(
     lengths = config.max_seq_len, config.max_num_tokens
     enough = [group.enough_blocks(config.max_num_seqs, *lengths) for group in groups]
     states, snapshots = None, 0
-    if (kept := state_format(model)) is not None:
+    if (kept := state_format(model, proposer.count if proposer is not None else 0)) is not None:
         snapshots = model.collectives.minimum(_num_snapshots(config, model, kept, neighbours[shard.rank]))
         states = kept.allocate(config.max_num_seqs + 1 + snapshots, device)
     num_blocks = model.collectives.minimum(_num_blocks(config, model, groups, enough, neighbours[shard.rank]))
@@ -316,14 +312,14 @@ def _cache_format(config: EngineConfig, model: Transformer, layers: tuple[int, .
     )
 
 
-def state_format(model: Transformer) -> StateFormat | None:
-    """Of layers that keep states; None: there is none."""
+def state_format(model: Transformer, drafts: int = 0) -> StateFormat | None:
+    """Of layers that keep states; None: there is none. drafts: that a step checks of a row, at most."""
     nets = model.spec.delta_nets
     if not nets:
         return None
     net = nets[0]
     sizes = net.value_heads, net.key_dim, net.value_dim, sum(net.widths), net.kernel
-    return StateFormat(len(nets), *sizes, model.dtype)
+    return StateFormat(len(nets), *sizes, model.dtype, drafts)
 
 
 def _num_snapshots(
