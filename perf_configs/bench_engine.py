@@ -82,10 +82,10 @@ class Driver:
         self.last_id = 0
         self.shapes: list[tuple[int, int, int]] = []  # of steps: prefill rows, decode rows, prompt tokens
 
-    def submit(self, prompt: np.ndarray, max_tokens: int, adapter: str = "") -> None:
+    def submit(self, prompt: np.ndarray, max_tokens: int, adapter: str = "", seed: int = 0) -> None:
         self.last_id += 1
         handle = protocol.make_handle(STUB, self.last_id)
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, adapter=adapter)
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, adapter=adapter, seed=seed)
         self.socket.inbox.append(protocol.Submit(handle, prompt.astype("<i4").tobytes(), params, 0, 0, 0))
 
     def step(self) -> None:
@@ -102,10 +102,11 @@ class Driver:
     def decode(
         self, prompts: Sequence[np.ndarray], max_tokens: int, adapters: Sequence[str] = ("",), warm: int = 16
     ) -> None:
-        """Submit these prompts, with the adapters in turns, and step until all decode and `warm` steps more.
-        The device has nothing left to do but the step that was launched last."""
+        """Submit these prompts, with the adapters in turns and their numbers as seeds, and step until all
+        decode and `warm` steps more. The device has nothing left to do but the step that was launched
+        last."""
         for number, prompt in enumerate(prompts):
-            self.submit(prompt, max_tokens, adapters[number % len(adapters)])
+            self.submit(prompt, max_tokens, adapters[number % len(adapters)], number)
         self.step_until_all_decode()
         for _ in range(warm):
             self.step()

@@ -5,72 +5,102 @@ server.
     python -m perf_configs.bench_ngram --model DIR [--drafts 4] [--batches 1,4,16,64,256] [--set KNOB=VALUE]
         [--out FILE.json]
 
-Decode steps of so many greedy sequences behind prompts of 256 tokens: answers that copy from their prompt,
-and answers that never say anything twice. Weights are random but for an embedding and an output projection by
-which an answer goes through the vocabulary in one known order (perf_configs.replaying).
+Decode steps of so many sequences: code edits, answers that quote documents, and chats, which repeat little
+(perf_configs.repeating). Weights are random. What a step samples is replaced by what the text has there, by a
+small kernel, with drafts and without.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from client.arguments import argument_parser, integer, integers
 from flashinfer_backend.core.arguments import require_cuda
-from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.engine.start import Core
-from flashinfer_backend.models.transformer import Transformer
-from flashinfer_backend.speculate.ngram import NGram, make_ngram
-from perf_configs.bench_engine import Driver, random_prompts
+from perf_configs import repeating
+from perf_configs.bench_engine import Driver
 from perf_configs.engine_start import add_engine_options, parameters_from, start_again
-from perf_configs.replaying import tokens_follow
 
-PROMPT, WARM, SECONDS, LEAST_STEPS = 256, 24, 1.5, 60
-COPIED = 240  # tokens of a prompt that an answer copies
+WARM = 4  # steps
+TEXTS = 8  # of each kind at least, side by side or one after the other
 
 
-def measure(core: Core, prompts: list[np.ndarray], most: int) -> dict[str, float]:
-    """Decode these sequences side by side for SECONDS and LEAST_STEPS, or until one has `most` tokens."""
-    driver, scheduler = Driver(core), core.scheduler
-    driver.decode(prompts, most, warm=WARM)
-    drafted, accepted = scheduler.drafted_tokens, scheduler.accepted_tokens
-    tokens, began, steps = driver.socket.output_tokens, time.perf_counter(), 0
-    running = len(scheduler.running)
-    while len(scheduler.running) == running:
-        driver.step()
-        steps += 1
-        seconds = time.perf_counter() - began
-        if steps >= LEAST_STEPS and seconds > SECONDS:
-            break
-    made = driver.socket.output_tokens - tokens
-    drafted, accepted = scheduler.drafted_tokens - drafted, scheduler.accepted_tokens - accepted
-    driver.stop()
+class Script:
+    """What sequences say, by their seeds and positions."""
+
+    def __init__(self, rows: int, length: int, device: str) -> None:
+        self._tokens = torch.zeros((rows, length), dtype=torch.int32, device=device)
+
+    def write(self, sequences: Sequence[np.ndarray]) -> None:
+        """Sequences with the seeds 0, 1, ...: prompts and answers."""
+        for row, tokens in zip(self._tokens, sequences, strict=False):
+            row[: len(tokens)] = torch.from_numpy(tokens)
+
+    @contextlib.contextmanager
+    def replaces(self, ops: ModuleType) -> Iterator[None]:
+        """Engines that start meanwhile sample this."""
+        sample = ops.sample
+
+        def scripted(
+            logits: Tensor,
+            temperature: Tensor,
+            seed: Tensor,
+            position: Tensor,
+            suppressed: Tensor | None = None,
+            record: tuple[Tensor, Tensor] | None = None,
+        ) -> Tensor:
+            sample(logits, temperature, seed, position, suppressed, record)
+            rows, length = self._tokens.shape  # which steps of the start go beyond
+            tokens = self._tokens[seed % rows, position.long() % length]
+            if record is not None:
+                last_token, slots = record
+                last_token[slots] = tokens
+            return tokens
+
+        ops.sample = scripted  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            ops.sample = sample  # type: ignore[attr-defined]
+
+
+def measure(core: Core, kind: str, batch: int, script: Script) -> dict[str, float]:
+    """Decode `batch` texts of a kind side by side, until one of them ends, and others until there were
+    TEXTS."""
+    pieces, texts = repeating.Pieces(core.spec.vocab_size), repeating.texts(kind)
+    scheduler, seconds = core.scheduler, 0.0
+    made, steps, drafted, accepted = 0, 0, scheduler.drafted_tokens, scheduler.accepted_tokens
+    for _ in range(-(-TEXTS // batch)):
+        pairs = [[pieces.ids(part) for part in text] for text in itertools.islice(texts, batch)]
+        script.write([np.concatenate(pair) for pair in pairs])
+        driver = Driver(core)
+        driver.decode([prompt for prompt, _ in pairs], min(len(answer) for _, answer in pairs), warm=WARM)
+        tokens, began = driver.socket.output_tokens, time.perf_counter()
+        while len(scheduler.running) == batch:
+            driver.step()
+            steps += 1
+        seconds += time.perf_counter() - began
+        made += driver.socket.output_tokens - tokens
+        driver.stop()
     return {
         "tokens_per_s": made / seconds,
         "step_ms": seconds / steps * 1e3,
-        "tokens_per_step": made / steps / len(prompts),
-        "drafted": drafted,
-        "accepted": accepted,
+        "tokens_per_step": made / steps / batch,
+        "drafted": scheduler.drafted_tokens - drafted,
+        "accepted": scheduler.accepted_tokens - accepted,
     }
-
-
-def copying_prompts(count: int, follows: np.ndarray) -> list[np.ndarray]:
-    """Prompts that end as they begin, in the order that answers go on with."""
-    generator, prompts = np.random.default_rng(count), []
-    for _ in range(count):
-        chain = [int(generator.integers(3, len(follows)))]
-        while len(chain) < COPIED:
-            chain.append(int(follows[chain[-1]]))
-        between = generator.integers(3, len(follows), PROMPT - COPIED - 4)
-        prompts.append(np.array([*chain, *between, *chain[:4]], np.int32))
-    return prompts
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -83,47 +113,34 @@ def main(argv: Sequence[str] | None = None) -> None:
     batches: list[int] = options.batches
     sizes = ",".join(map(str, batches))
     own = {"max_num_seqs": str(max(batches)), "cuda_graph_batch_sizes": sizes, "max_seq_len": "2048"}
-    parameters = parameters_from(
-        parser, options, max_queue_size="0", max_draft_len=str(options.drafts), **own
-    )
+    parameters = parameters_from(parser, options, max_queue_size="0", **own)
     require_cuda(parser)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     torch.cuda.init()
-    print(torch.cuda.get_device_name(), parameters.get("quantization", ""), flush=True)
-    results: list[dict[str, Any]] = []
+    from flashinfer_backend.ops import cuda_ops
 
-    def note(what: str, batch: int, row: dict[str, float]) -> None:
-        results.append({"what": what, "batch": batch, **row})
-        plain = next((r for r in results if r["batch"] == batch), row)
-        ratio = row["tokens_per_s"] / plain["tokens_per_s"]
-        print(
-            f"{what:>16} {batch:>4} sequences {row['tokens_per_s']:>9.0f} tokens/s {ratio:6.3f} x"
-            f"  step {row['step_ms']:.2f} ms, {row['tokens_per_step']:.2f} tokens,"
-            f" {row['accepted']} of {row['drafted']} drafts",
-            flush=True,
-        )
+    print(torch.cuda.get_device_name(), parameters.get("quantization", ""), flush=True)
+    script = Script(max(batches), int(parameters["max_seq_len"]) + 1, "cuda")
+    drafting = {"speculative_method": "ngram", "max_draft_len": str(options.drafts)}
+    results: list[dict[str, Any]] = []
+    for knobs in ({}, drafting):
+        with script.replaces(cuda_ops):
+            core = start_again(parameters | knobs, None)
+            for batch, kind in itertools.product(batches, repeating.KINDS):
+                row = measure(core, kind, batch, script)
+                results.append({"what": kind, "batch": batch, "drafts": bool(knobs), **row})
+                plain = next(r for r in results if (r["what"], r["batch"]) == (kind, batch))
+                print(
+                    f"{kind:>12} {batch:>4} sequences {row['tokens_per_s']:>9.0f} tokens/s"
+                    f" {row['tokens_per_s'] / plain['tokens_per_s']:6.3f} x"
+                    f"  step {row['step_ms']:.2f} ms, {row['tokens_per_step']:.2f} tokens,"
+                    f" {row['accepted']} of {row['drafted']} drafts",
+                    flush=True,
+                )
+            core.close()
+            del core
         if options.out:
             options.out.write_text(json.dumps(results))
-
-    most = int(parameters["max_seq_len"]) - PROMPT
-    follows: list[np.ndarray] = []
-
-    def make(config: EngineConfig, model: Transformer) -> NGram:
-        follows.append(tokens_follow(model, torch.Generator().manual_seed(0)).numpy())
-        return make_ngram(config, model)
-
-    core = start_again(parameters, None)
-    vocab = core.spec.vocab_size
-    for batch in batches:
-        note("no drafts", batch, measure(core, random_prompts(batch, PROMPT, vocab, seed=batch), most))
-    core.close()
-    del core
-    core = start_again(parameters, make)
-    for batch in batches:
-        copying = copying_prompts(batch, follows[0])
-        note("copies", batch, measure(core, copying, COPIED - 8))
-        note("nothing twice", batch, measure(core, random_prompts(batch, PROMPT, vocab, seed=batch), most))
-    core.close()
 
 
 if __name__ == "__main__":

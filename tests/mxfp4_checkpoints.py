@@ -42,16 +42,21 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def make_mxfp4(folder: Path, **sizes: object) -> tuple[Path, Path]:
     """Folders of a checkpoint with experts in MXFP4, and of the same in float32."""
     dense = make_checkpoint("gpt-oss", folder / "dense", **sizes)
+    return publish(dense, folder / "mxfp4"), dense
+
+
+def publish(dense: Path, published: Path) -> Path:
+    """Writes the checkpoint `dense` with experts in MXFP4 to the folder `published` and returns it; `dense`
+    gets the numbers that these mean."""
     tensors = load_file(dense / "model.safetensors")
     written = dict(tensors)
     for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
         blocks, scales, tensors[name] = quantise(written.pop(name))
         written |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-    published = folder / "mxfp4"
     shutil.copytree(dense, published)
     for path, found in ((dense, tensors), (published, written)):
         found = {name: tensor.contiguous() for name, tensor in found.items()}
         save_file(found, path / "model.safetensors", metadata={"format": "pt"})
     config = published / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": QUANTIZATION}))
-    return published, dense
+    return published

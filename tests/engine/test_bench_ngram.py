@@ -1,37 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmark of n-gram drafts measures, on a CPU: answers that copy have drafts accepted, others
-soon have none."""
+"""What the benchmark of n-gram drafts measures, on a CPU: engines say what the texts have, and drafts are
+right where texts repeat."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from checkpoints import make_checkpoint
-from engine.harness import start_core
-from flashinfer_backend.speculate.ngram import make_ngram
-from perf_configs import bench_ngram
-from perf_configs.bench_engine import random_prompts
-from perf_configs.replaying import tokens_follow
+from engine.harness import serve, start_core
+from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.ops import torch_ops
+from perf_configs import bench_ngram, repeating
 
 
-def test_ngrams_of_answers_that_copy_and_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_ngram, "WARM", 4)
-    monkeypatch.setattr(bench_ngram, "SECONDS", 0.0)
-    follows: list[Any] = []
-
-    def make(config: Any, model: Any) -> Any:
-        follows.append(tokens_follow(model, torch.Generator().manual_seed(0)).numpy())
-        return make_ngram(config, model)
-
-    checkpoint = make_checkpoint("llama", tmp_path / "model", vocab_size=2000)
-    settings = {"load_format": "dummy", "max_seq_len": 512, "max_draft_len": 3, "speculative_method": "ngram"}
-    core = start_core(checkpoint, make_proposer=make, max_num_seqs=2, **settings)
-    prompts = bench_ngram.copying_prompts(2, follows[0])
-    copied = bench_ngram.measure(core, prompts, bench_ngram.COPIED - 8)
-    assert copied["accepted"] > 0.9 * copied["drafted"] and copied["tokens_per_step"] > 3
-    never = bench_ngram.measure(core, random_prompts(2, 256, 2000, seed=2), 200)
-    assert never["accepted"] <= 3 and never["drafted"] < 80
+def test_answers_are_those_of_the_texts_and_drafts_repeat_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_ngram, "TEXTS", 2)
+    checkpoint = make_checkpoint("llama", tmp_path / "model", vocab_size=2000, max_position_embeddings=2048)
+    settings = {
+        "load_format": "dummy",
+        "max_seq_len": 2048,
+        "max_draft_len": 4,
+        "speculative_method": "ngram",
+    }
+    script, pieces = bench_ngram.Script(2, 2049, "cpu"), repeating.Pieces(2000)
+    chosen = list(itertools.islice(repeating.texts("quotes"), 2))
+    prompts, said = ([pieces.ids(text[part]) for text in chosen] for part in (0, 1))
+    script.write([np.concatenate(pair) for pair in zip(prompts, said, strict=True)])
+    params = [SamplingParams(max_tokens=len(said[seed]), temperature=0.0, seed=seed) for seed in range(2)]
+    with script.replaces(torch_ops):
+        core = start_core(checkpoint, max_num_seqs=2, **settings)
+        with serve(core, tmp_path / "run") as client:
+            found = client.generate([prompt.tolist() for prompt in prompts], params)
+        assert found == [answer.tolist() for answer in said]
+        core = start_core(checkpoint, max_num_seqs=2, **settings)
+        edits, quotes, chats = (bench_ngram.measure(core, kind, 2, script) for kind in repeating.KINDS)
+        core.close()
+    assert edits["tokens_per_step"] > 2.5 and quotes["tokens_per_step"] > 1.5
+    assert chats["accepted"] < 0.5 * chats["drafted"], chats

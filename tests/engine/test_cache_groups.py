@@ -112,11 +112,3 @@ def test_two_ranks_have_the_same_groups(
         assert client.generate(prompts, GREEDY) == expected
     core.close()
     assert core.scheduler.preemptions
-
-
-def test_drafts_are_refused_where_sequences_go_beyond_a_window(folder: Path) -> None:
-    core = start_core(folder, **SETTINGS | {"max_seq_len": WINDOW}, speculative_method="ngram")
-    assert core.runner.drafting is not None
-    core.close()
-    with pytest.raises(ValueError, match=f"have one of {WINDOW} tokens: set speculative_method=none"):
-        start_core(folder, **SETTINGS, speculative_method="ngram")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from checkpoints import make_checkpoint
 from engine.harness import serve, start_core
 from engine.test_graph_steps import replayed
 from flashinfer_backend.core.sampling_params import SamplingParams
@@ -63,10 +64,15 @@ class Replay:
 
 
 def answers(
-    tmp_path: Path, params: list[SamplingParams], graphs: bool = False, offers: Any = None, **settings: Any
+    tmp_path: Path,
+    params: list[SamplingParams],
+    graphs: bool = False,
+    offers: Any = None,
+    folder: Path = Path("bundled"),
+    **settings: Any,
 ) -> tuple[list[Any], list[Any], Any, Any]:
     """offers: in place of DraftPace's."""
-    core = start_core(Path("bundled"), check_invariants=True, tokens_per_block=16, **settings)
+    core = start_core(folder, check_invariants=True, tokens_per_block=16, **settings)
     if offers is not None:
         core.scheduler._pace.offers = offers
     capture = replayed(core.runner) if graphs else None
@@ -121,6 +127,33 @@ def test_tokens_are_those_of_steps_without_drafts(
     assert len(told[8]) == len(found[8][0]) and len(told[9]) == len(found[9][0])
     # Wrong drafts cost no steps, right ones save some.
     assert drafted.iteration < loop.iteration * (0.9 if spoilt < 1 else 1.1)
+
+
+@pytest.mark.parametrize(
+    ("windows", "graphs"),
+    some(
+        list(itertools.product(("some layers", "all layers"), (False, True))),
+        [("some layers", True), ("all layers", False)],
+    ),
+)
+def test_layers_with_windows_check_drafts(windows: str, graphs: bool, tmp_path: Path):
+    """Sequences leave blocks behind while drafts are unread."""
+    if windows == "all layers":
+        folder, groups = make_checkpoint("mistral", tmp_path / "model", sliding_window=21), [21]
+    else:
+        kinds = {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}
+        folder = make_checkpoint("qwen3", tmp_path / "model", sliding_window=21, **kinds)
+        groups = [None, 21]
+    settings: dict[str, Any] = {"folder": folder, "max_seq_len": 256}
+    expected, _, core, loop = answers(tmp_path / "without", parameters(), **settings)
+    assert [group.window for group in core.runner.state.groups] == groups
+    proposer = Replay(4, 0.3)
+    proposer.sequences = [prompt + tokens for prompt, (tokens, _) in zip(PROMPTS, expected, strict=False)]
+    found, _, core, drafted = answers(
+        tmp_path / "with", parameters(), proposer=proposer, graphs=graphs, **settings
+    )
+    assert found == expected
+    assert core.scheduler.accepted_tokens and drafted.iteration < loop.iteration * 0.9
 
 
 @pytest.mark.parametrize("graphs", [False, True])

@@ -155,6 +155,21 @@ def test_drafts_behind_a_cached_prefix_and_after_preemption(target: Path, tmp_pa
     assert check(recorded, longer, expected, most=1) > 20
 
 
+def test_a_target_with_windows_has_a_head_that_sees_all(tmp_path: Path):
+    kinds = {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"] * 3}
+    target = make_checkpoint(
+        "qwen3", tmp_path / "target", num_hidden_layers=6, sliding_window=12, head_dim=16, **kinds
+    )
+    head = make_head("speculators", tmp_path / "head", **SIZES)
+    plain = answers(start_core(target, max_seq_len=BLOCK), tmp_path / "plain", max_tokens=30)
+    core, (recorded,) = start(target, head)
+    replayed(core.runner)
+    found = answers(core, tmp_path / "with", max_tokens=30)
+    assert [group.layers for group in core.runner.state.groups] == [(1, 3, 5, 6), (0, 2, 4)]
+    sequences = [prompt + tokens for prompt, tokens in zip(PROMPTS, found, strict=True)]
+    assert found == plain and check(recorded, sequences, Expected(target, head)) > 20
+
+
 @pytest.mark.parametrize("layers", [1, 2])
 def test_tokens_of_steps_without_drafts_are_taken_in_later(layers: int, target: Path, tmp_path: Path):
     """By graphs, while there are no drafts for up to 20 steps: a head of one layer then runs once for up to

@@ -16,6 +16,7 @@ from engine.harness import serve, start_core
 from engine.ranks_in_threads import start_ranks
 from flashinfer_backend.attention import split
 from flashinfer_backend.attention.contract import StepShape
+from flashinfer_backend.attention.torch_paged import TorchPagedAttention
 from flashinfer_backend.cache.device import KVCache
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.worker.device_state import DeviceState
@@ -40,15 +41,17 @@ class ItemAttention:
         words: torch.Tensor,
         window: int | None = None,
         lengths: torch.Tensor | None = None,
+        drafts: int = 0,
     ) -> None:
-        self._cache, self._table, self._window = cache, table, window
+        self._cache, self._table, self._window, self._drafts = cache, table, window, drafts
         self._shape, self._items, self._lengths = shape, words.view(-1, split.ITEM_WORDS), lengths
 
     def plan(self, batch: Any, host: np.ndarray) -> bool:
         assert len(batch.slots) == self._shape.rows and batch.q_lens.max() <= self._shape.feeds_per_row
         host[:] = 99
         items = host.reshape(-1, split.ITEM_WORDS)
-        split.split_rows(batch.kv_lens, batch.slots, len(items), items, self._window, batch.q_lens)
+        window = split.planned_window(self._window, self._drafts)
+        split.split_rows(batch.kv_lens, batch.slots, len(items), items, window, batch.q_lens)
         return True
 
     def run(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
@@ -66,13 +69,15 @@ class ItemAttention:
             mine = [item for item in used if item[0] == row]
             assert mine and {item[4] for item in mine} == {len(mine)}
             where = torch.cat([torch.arange(start, end) for _, start, end, *_ in mine])
-            slot, fed, length = mine[0][5], mine[0][6], len(where)
+            slot, fed, length = mine[0][5], mine[0][6], int(where[-1]) + 1
             if lengths is not None:
                 length = max(1, int(lengths[slot]) + ahead)
-                assert length <= len(where), "more keys than were planned"
+                assert length <= where[-1] + 1, "more keys than were planned"
             for j in range(feeds):
                 seen = length if feeds == 1 else min(max(length - fed + 1 + j, 1), length)
-                keys = where[:seen]
+                first = 0 if self._window is None else max(0, seen - self._window)
+                assert where[0] <= first, "keys that were not planned"
+                keys = torch.arange(first, seen)
                 blocks, places = table[slot, keys // k_cache.shape[1]], keys % k_cache.shape[1]
                 k, v = (cache[blocks, places].transpose(0, 1)[None] for cache in (k_cache, v_cache))
                 query = q[row * feeds + j][None, :, None]
@@ -81,23 +86,26 @@ class ItemAttention:
 
 
 class ItemMixer:
-    """Attention whose decode graphs take ItemAttention."""
+    """A cache group's attention, whose decode graphs take ItemAttention."""
 
-    def __init__(self, state: DeviceState) -> None:
-        self._state, self.step = state, state.attention.step
+    def __init__(self, state: DeviceState, group: int) -> None:
+        self._state, self._cache, self._window = state, state.caches[group], state.groups[group].window
+        self.step = TorchPagedAttention(self._cache, state.model.spec.attention.heads, self._window).step
 
     def graph_words(self, shape: StepShape) -> int:
         heads = self._state.model.spec.attention.kv_heads
         return split.max_items(shape.rows, heads, False) * split.ITEM_WORDS
 
     def captured(self, shape: StepShape, table: Any, words: torch.Tensor, lengths: Any = None) -> Any:
-        return ItemAttention(self._state.kv_cache, table, shape, words, None, lengths)
+        drafts = self._state.drafts.shape[1]
+        return ItemAttention(self._cache, table, shape, words, self._window, lengths, drafts)
 
 
 def replayed(runner: Any, sizes: list[int] = SIZES) -> ReplayedCapture:
     """Give a runner decode graphs whose replays run the step."""
     capture = ReplayedCapture()
-    runner.state.attention = ItemMixer(runner.state)
+    mixers = [ItemMixer(runner.state, group) for group in range(len(runner.state.groups))]
+    runner.state.attention = runner.state._of_groups(mixers)
     runner.graphs = DecodeGraphs(runner.state, sizes, capture, runner.drafting)
     return capture
 

@@ -96,14 +96,12 @@ def test_a_prompt_that_is_too_long_hears_what_could_be_raised(checkpoint, tmp_pa
     ("prompt", "message"),
     [
         ([], "no tokens"),
-        (
-            [5] * 60,
-            "Prompt length (60) exceeds maximum input length (50). Shorten the prompt, or raise max_input",
-        ),
+        ([5] * 60,
+         "Prompt length (60) exceeds maximum input length (50). Shorten the prompt, or raise max_input"),
         ([5, 100000], "0..255"),
         ([-1], "0..255"),
     ],
-)
+)  # fmt: skip
 def test_refused_prompts_say_why(checkpoint, tmp_path, prompt, message):
     core = start_core(checkpoint, max_input_len=50)
     with serve(core, tmp_path) as client:
@@ -188,13 +186,11 @@ def test_garbage_on_the_socket_is_survived(checkpoint, tmp_path):
         ({"max_tokens_in_paged_kv_cache": 8}, "it should be auto, or an integer >= 16"),
         ({"cuda_graph_batch_sizes": [1, 0]}, "integers 1..4096"),
         ({"max_num_tokens_while_decoding": 4}, "should be at least max_num_seqs=256: each running sequence"),
-        (
-            {"enable_chunked_context": False, "max_num_tokens": 64, "max_num_seqs": 8},
-            "enable_chunked_context",
-        ),
+        ({"enable_chunked_context": False, "max_num_tokens": 64, "max_num_seqs": 8},
+         "enable_chunked_context"),
         ({"kv_cache_free_gpu_mem_fraction": 1.5}, "it should be a number 0.001..1"),
     ],
-)
+)  # fmt: skip
 def test_contradicting_limits_are_refused(settings, message):
     with pytest.raises(ValueError) as error:
         resolve_limits(EngineConfig(model_dir="x", **settings), 1024)

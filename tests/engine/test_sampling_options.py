@@ -248,6 +248,7 @@ def test_rows_that_ask_for_nothing_stay_on_the_plain_path(checkpoint, tmp_path):
     [
         ({"bias_ids": [5], "bias_values": [3e38]}, [5, 5, 5, 5]),
         ({"bias_ids": list(range(VOCAB)), "bias_values": [float("-inf")] * VOCAB}, [0, 0, 0, 0]),
+        ({"allowed_ids": [5, 6], "bias_ids": [6, 7], "bias_values": [99.0, float("inf")]}, [6, 6, 6, 6]),
         ({"repetition_penalty": 1e-39}, None),
         ({"frequency_penalty": -3e38}, None),
     ],

@@ -36,11 +36,14 @@ LENGTHS = [4, 77, 1000, 4097, 9, 300, 64, 2050]
 
 
 class Rows:
-    """Rows of up to `feeds` query tokens over a cache, for which the host plans more keys than there are."""
+    """Rows of up to `feeds` query tokens over a cache, for which the host plans more keys than there are.
+    Blocks behind a window are NaN."""
 
-    def __init__(self, heads: int, kv_heads: int, feeds: int, in_e4m3: bool) -> None:
+    def __init__(
+        self, heads: int, kv_heads: int, feeds: int, in_e4m3: bool, window: int | None = None
+    ) -> None:
         torch.manual_seed(0)
-        self.heads, self.feeds, rows = heads, feeds, len(LENGTHS)
+        self.heads, self.feeds, self.window, rows = heads, feeds, window, len(LENGTHS)
         self.fed = np.array([feeds - i % feeds for i in range(rows)], np.int32)
         self.lens = np.array([max(length, feeds) for length in LENGTHS], np.int32)
         self.planned = self.lens + np.array([2 * feeds, 0, feeds, 1, 2 * feeds, 3, feeds, 0], np.int32)
@@ -54,6 +57,11 @@ class Rows:
         shape = (rows * columns + 1, BLOCK, kv_heads, DIM)
         self.scales = (0.5, 0.25) if in_e4m3 else (1.0, 1.0)
         cache = tuple(torch.randn(shape, device="cuda").bfloat16() for _ in "kv")
+        if window is not None:
+            for part in cache:
+                part[0] = math.nan
+            for slot, length, fed in zip(self.slots, self.lens, self.fed, strict=True):
+                self.table[int(slot), : max(0, int(length - fed) - window + 1) // BLOCK] = 0
         self.wide = tuple(part.double() for part in cache)
         scales: tuple[tuple[float, float], ...] = ()
         if in_e4m3:
@@ -66,7 +74,8 @@ class Rows:
             rows,
             columns,
             dtype=torch.bfloat16,
-            most_drafts=lambda rows: feeds - 1,
+            most_drafts=lambda rows: feeds,
+            window=window,
         )
 
     def batch(self, **changes: Any) -> AttentionBatch:
@@ -75,7 +84,7 @@ class Rows:
 
     def check(self, q: torch.Tensor, out: torch.Tensor, first: np.ndarray, more: int = 0) -> None:
         """Each row's own queries, which begin at `first`, against plain torch in float64."""
-        reference = TorchPagedAttention(KVCache.over([self.wide]), self.heads)
+        reference = TorchPagedAttention(KVCache.over([self.wide]), self.heads, self.window)
         fed = self.fed if more == 0 else np.ones_like(self.fed)
         for row, (start, count) in enumerate(zip(first.tolist(), fed.tolist(), strict=True)):
             one, own = slice(row, row + 1), slice(start, start + count)
@@ -88,11 +97,16 @@ class Rows:
 
 
 @pytest.mark.parametrize("in_e4m3", [False, True])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (32, 8), (32, 4), (14, 2)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "window"),
+    [(8, 8, None), (32, 8, None), (32, 4, None), (14, 2, None), (32, 8, 200), (8, 8, 3)],
+)
 @pytest.mark.parametrize("feeds", [2, 4, 6])
-def test_several_queries_a_row(feeds: int, heads: int, kv_heads: int, in_e4m3: bool) -> None:
+def test_several_queries_a_row(
+    feeds: int, heads: int, kv_heads: int, window: int | None, in_e4m3: bool
+) -> None:
     """Launched one by one, where rows have as many as they feed, and in a graph, where they are padded."""
-    rows = Rows(heads, kv_heads, feeds, in_e4m3)
+    rows = Rows(heads, kv_heads, feeds, in_e4m3, window)
     q = torch.randn(int(rows.fed.sum()), heads, DIM, device="cuda").bfloat16()
     out = torch.empty_like(q)
     rows.attention.step(rows.batch(lengths=rows.lengths, drafted=feeds)).run(0, q, out)
@@ -147,12 +161,19 @@ def test_ngrams_are_looked_up() -> None:
 
 @pytest.mark.parametrize("spoilt", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("graphs", ["auto", "none"])
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize(
+    ("kind", "kv_cache_dtype"), [("llama", "auto"), ("llama", "fp8_e4m3"), ("qwen3", "auto")]
+)
 def test_tokens_are_the_best_with_drafts(
-    kv_cache_dtype: str, graphs: str, spoilt: float, tmp_path: Path
+    kind: str, kv_cache_dtype: str, graphs: str, spoilt: float, tmp_path: Path
 ) -> None:
-    """Right, mixed and wrong drafts: as good as without, in fewer steps where they are right."""
-    folder = make_checkpoint("llama", tmp_path / "model", **SIZES)
+    """Right, mixed and wrong drafts: as good as without, in fewer steps where they are right. Qwen 3 with a
+    window in one layer, which ends amid prompts."""
+    windows: dict[str, Any] = {}
+    if kind == "qwen3":
+        kinds = ["sliding_attention", "full_attention"]
+        windows = {"use_sliding_window": True, "sliding_window": 21, "layer_types": kinds}
+    folder = make_checkpoint(kind, tmp_path / "model", **SIZES, **windows)
     params = [SamplingParams(max_tokens=32 + i, temperature=0.0) for i in range(12)]
     prompts, settings = make_prompts(12), SETTINGS | {"kv_cache_dtype": kv_cache_dtype}
     core = start_core(folder, **settings)

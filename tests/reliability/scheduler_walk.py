@@ -35,7 +35,7 @@ import msgspec
 import numpy as np
 
 from client.arguments import integer
-from flashinfer_backend.cache.groups import tail_blocks
+from flashinfer_backend.cache.groups import decoding_blocks, tail_blocks
 from flashinfer_backend.cache.pool import BlockPool
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.request import Request
@@ -138,13 +138,13 @@ class Settings:
             slow=rng.choice([False, True]),
         )
         settings.full = rng.random() < 0.8
+        settings.drafts, settings.right_drafts = rng.choice([0, 0, 1, 3]), rng.choice([0.2, 0.5, 0.9, 1.0])
         for _ in range(rng.choice([0, 0, 1, 1, 2]) if settings.full else 1):
             window = rng.choice([1, 2, 3, 5, 8, 9, 17, 33])
-            enough = tail_blocks(window, block) + 2 + settings.step_tokens // block  # of one sequence
+            decoding = decoding_blocks(tail_blocks(window, block), block, settings.drafts)
+            enough = decoding + settings.step_tokens // block  # of one sequence
             few = min(settings.blocks, enough)
             settings.windows += ((window, rng.choice([few, few + 1, 2 * few, max(few, settings.blocks)])),)
-        if settings.full and not settings.windows:
-            settings.drafts, settings.right_drafts = rng.choice([0, 1, 3]), rng.choice([0.2, 0.5, 0.9, 1.0])
         return settings
 
 
@@ -220,7 +220,8 @@ class World:
         pools = [BlockPool(settings.blocks + 1)] if settings.full else []
         pools += [BlockPool(n + 1, tail_blocks(w, settings.block)) for w, n in settings.windows]
         snapshots = BlockPool(settings.snapshots + 1) if settings.snapshots else None
-        manager = KVCacheManager(pools, settings.block, settings.reuse, snapshots)
+        own = settings.block, settings.reuse, snapshots, settings.drafts
+        manager = KVCacheManager(pools, *own)
         numbers = Scheduling(
             prompts_together=settings.prompts_together,
             filled_step=settings.filled_step,
@@ -563,7 +564,8 @@ class World:
     def read(self, launched: Any) -> StepOutput:
         each = launched.tokens
         counts = np.array([len(tokens) for tokens in each]) if len(launched.plan.drafted_rows) else None
-        self.counts["accepted drafts"] += sum(map(len, each)) - len(each)
+        accepted = sum(map(len, each)) - len(each)
+        self.counts["accepted drafts, windows" if self.settings.windows else "accepted drafts"] += accepted
         return StepOutput(np.array([token for tokens in each for token in tokens], np.int32), counts)
 
     def _compute(self, plan: StepPlan, row: int, asked: Asked, tokens: np.ndarray) -> list[list[int]]:

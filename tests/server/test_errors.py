@@ -37,11 +37,9 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"prompt_vocab_size": 3}, "prompt_vocab_size is not supported"),
     ({"text_input": LONG}, "exceeds maximum input length (2047)"),
     ({"embedding_bias_words": ["a"]}, "embedding_bias_weights"),
-    (
-        {"guided_decoding_guide_type": "yaml", "guided_decoding_guide": "x"},
-        "guided_decoding_guide_type is 'yaml'",
-    ),
-]
+    ({"guided_decoding_guide_type": "yaml", "guided_decoding_guide": "x"},
+     "guided_decoding_guide_type is 'yaml'"),
+]  # fmt: skip
 
 
 def test_mistakes_are_named_while_others_go_on(server: Server) -> None:

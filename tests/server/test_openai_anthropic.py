@@ -259,29 +259,23 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (
-            {"messages": [{"role": "user", "content": [ASK[0], IMAGE]}]},
-            "messages[0].content[0] should be a block",
-        ),
+        ({"messages": [{"role": "user", "content": [ASK[0], IMAGE]}]},
+         "messages[0].content[0] should be a block"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, 'messages[0].content[0] is of type "image"'),
         ({"messages": [{"role": "tool", "content": "x"}]}, 'messages[0].role is "tool"'),
         ({"messages": CALLED}, "messages[1] has a tool_use, but no"),
         ({"messages": []}, "messages is empty"),
         ({"system": [IMAGE]}, 'system[0] is of type "image"'),
-        (
-            {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
-            'tools[0].type is "web_search_20250305"',
-        ),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+         'tools[0].type is "web_search_20250305"'),
         ({"tools": [{**WEATHER, "name": "a b"}]}, "tools[0].name is"),
         ({"tools": [{"name": "weather"}]}, "tools[0].input_schema should be"),
         ({"tools": [WEATHER], "tool_choice": {"type": "some"}}, "tool_choice.type: Invalid enum value"),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens is missing"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type: Invalid enum value 'between_tools'"),
         ({"output_config": {"format": {"type": "text"}}}, "output_config.format.type: Invalid enum"),
-        (
-            {"context_management": {"edits": [{"type": "compact_20260112"}]}},
-            "context_management.edits[0].type: Invalid",
-        ),
+        ({"context_management": {"edits": [{"type": "compact_20260112"}]}},
+         "context_management.edits[0].type: Invalid"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers is not supported"),
         ({"container": "c"}, "container: Expected `null`"),
         ({"speed": "fast"}, 'speed is "fast"'),
@@ -289,7 +283,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"max_tokens": 0}, "max_tokens: "),
         ({"stop_sequences": ["x" * 20000]}, "stop_sequences has 20000 bytes"),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_supported_is_named(scripted: OpenAiServer, more: dict[str, Any], words: str) -> None:
     status, _, answer = scripted.call("/v1/messages", {**TURN, **more}, KEY)
     assert (status, answer["type"], answer["error"]["type"]) == (400, "error", "invalid_request_error")

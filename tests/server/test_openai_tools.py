@@ -345,16 +345,12 @@ def test_any_json_object(client: openai.OpenAI) -> None:
         ({"tools": [{"type": "function", "function": {"name": "f", "strict": "yes"}}]}, "true or false"),
         ({"tools": [strictly({"oneOf": [{}]})]}, "schema of type object"),
         ({"tools": [strictly({"type": "object", "not": {}})]}, "the parameters of f: "),
-        (
-            {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}},
-            "the tools are",
-        ),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+         "the tools are"),
         ({"tools": [WEATHER], "tool_choice": "maybe"}, "tool_choice should be"),
         ({"tools": [NOW], "tool_choice": {"type": "function", "function": "now"}}, "tool_choice should be"),
-        (
-            {"tools": [NOW], "tool_choice": {"type": "allowed_tools", "allowed_tools": ["now"]}},
-            "tool_choice should be",
-        ),
+        ({"tools": [NOW], "tool_choice": {"type": "allowed_tools", "allowed_tools": ["now"]}},
+         "tool_choice should be"),
         (
             {
                 "tools": [NOW],
@@ -369,7 +365,7 @@ def test_any_json_object(client: openai.OpenAI) -> None:
         ({"structured_outputs": {"regex": "(("}}, "structured_outputs is not a valid regex: "),
         ({"tools": [WEATHER], "tool_choice": "required", "structured_outputs": {"regex": "a"}}, "drop one"),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])
 def test_wrong_tools_and_guides(door: OpenAiServer, more: dict[str, Any], words: str, stream: bool) -> None:
     body = {"messages": ASK, "max_tokens": 5, "stream": stream, **more}

@@ -190,10 +190,8 @@ RAMP = "ramp.toml"  # a scenario
 WRONG = [
     (["--priority-per-output-token", "-1"], "a Triton ensemble knows the length by max_tokens"),
     (["--scenario", "small", "--priority-per-output-token", "-1"], "the scenario says that"),
-    (
-        ["--backend", "openai", "--priority-per-output-token", "-1", "--extra-body", '{"priority": 1}'],
-        "must not hold priority beside",
-    ),
+    (["--backend", "openai", "--priority-per-output-token", "-1", "--extra-body", '{"priority": 1}'],
+     "must not hold priority beside"),
     (["--scenario", "small", "--request-rate", "3"], "--request-rate: the scenario says that"),
     (["--scenario", "rates-1-2-5-8"], "scenario rates-1-2-5-8 needs --data FILE"),
     (["--scenario", "small", "--data", "x"], "takes no --data"),
@@ -213,10 +211,8 @@ WRONG = [
     (["--temperature", "nan"], "'nan' must be a number"),
     (["--top-p", "inf"], "'inf' must be a number"),
     (["--burstiness", "0.5"], "--burstiness shapes arrivals"),
-    (
-        ["--find-rate", "1:4", "--limit", "p99_ttft=1", "--num-prompts", "9"],
-        "sends its rate times --try-seconds",
-    ),
+    (["--find-rate", "1:4", "--limit", "p99_ttft=1", "--num-prompts", "9"],
+     "sends its rate times --try-seconds"),
     (["--scenario", "small", "--find-rate", "1:4", "--limit", "p99_ttft=1"], "scenarios that say a rate"),
     (["--scenario", RAMP, "--find-rate", "1:4", "--limit", "p99_ttft=1"], "scenarios that say a rate"),
     (["--try-seconds", "3"], "--try-seconds is for --find-rate"),
@@ -232,7 +228,7 @@ WRONG = [
     (["--top-k", "5", "--temperature", "0"], "--top-k: requests are greedy"),
     (["--top-k", "5", "--extra-body", '{"temperature": 0}'], "--top-k: requests are greedy"),
     (["--dataset", "multi-turn", "--turns", "1", "--think-time", "3"], "--think-time is between two turns"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("arguments, message", WRONG)

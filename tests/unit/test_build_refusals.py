@@ -39,10 +39,8 @@ REFUSALS = [
     (["max_seq_len=1024", "max_input_len=1024"], "max_input_len=1024 should be at most 1023"),
     (["max_num_tokens_while_decoding=100"], "should be at least max_num_seqs=256"),
     (["max_num_tokens=1024"], "max_num_tokens_while_decoding=2048 should be at most max_num_tokens=1024"),
-    (
-        ["enable_chunked_context=false", "max_num_tokens=2048"],
-        "needs max_num_tokens=2048 to be at least 4095, since a prompt of max_input_len (auto: 4095)",
-    ),
+    (["enable_chunked_context=false", "max_num_tokens=2048"],
+     "needs max_num_tokens=2048 to be at least 4095, since a prompt of max_input_len (auto: 4095)"),
     (["max_tokens_in_paged_kv_cache=1024"], "should be at least 4096, or max_seq_len at most 1024"),
     (["device=cpu", "attention_backend=xqa"], "with device=cpu it should be torch or auto"),
     (["device=cpu", "attention_backend=fa2"], "with device=cpu it should be torch or auto"),
@@ -51,10 +49,8 @@ REFUSALS = [
     (["device=cpu", "cuda_graph_batch_sizes=1,2"], "with device=cpu it should be none or auto"),
     (["attention_backend=fa2", "dtype=float32"], "dtype=float32 needs attention_backend=torch"),
     (["attention_backend=torch", "cuda_graph_batch_sizes=1"], "needs FlashInfer's attention"),
-    (
-        ["attention_backend=xqa", "kv_cache_dtype=fp8_e4m3"],
-        "attention_backend=xqa has one scale for keys and values: with kv_cache_dtype=fp8_e4m3 it should be",
-    ),
+    (["attention_backend=xqa", "kv_cache_dtype=fp8_e4m3"],
+     "attention_backend=xqa has one scale for keys and values: with kv_cache_dtype=fp8_e4m3 it should be"),
     (["device=cuda", "quantization=fp8", "dtype=float16"], "weights in FP8 need dtype=bfloat16 or auto"),
     (["quantization=int4"], "quantization=int4: should be auto, fp8"),
     (["model_dir=/elsewhere"], "already set to"),
@@ -79,7 +75,7 @@ REFUSALS = [
     (["tensor_parallel_size=3"], "should be 1, 2, 4, 8"),
     (["tensor_parallel_size=8", "device=cpu"], "tensor_parallel_size=8 should divide num_attention_heads"),
     (["tensorrt_llm_model_name=x"], "name the model with --llm-name NAME"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("assignments", "text"), REFUSALS, ids=lambda value: str(value)[:50])
@@ -97,36 +93,26 @@ def test_all_problems_are_listed_at_once(refused):
 CHECKPOINT_REFUSALS = [
     ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported; "),
     ({"torch_dtype": "int8"}, "dtype 'int8' is not supported"),
-    (
-        {"quantization_config": {"quant_method": "gptq", "bits": 3}},
-        "quantization_config 'gptq' with bits 3 is not supported",
-    ),
+    ({"quantization_config": {"quant_method": "gptq", "bits": 3}},
+     "quantization_config 'gptq' with bits 3 is not supported"),
     ({"num_attention_heads": None}, "num_attention_heads is null; it should be an integer of at least 1"),
     ({"max_position_embeddings": "4096"}, 'max_position_embeddings is "4096"; it should be an integer'),
-    (
-        {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
-        "quantization_config 'modelopt' with quant_algo 'NVFP4' is not supported; served are FP8",
-    ),
+    ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
+     "quantization_config 'modelopt' with quant_algo 'NVFP4' is not supported; served are FP8"),
     ({"num_key_value_heads": 2.0}, "num_key_value_heads is 2.0; it should be an integer of at least 1"),
     ({"head_dim": -64}, "head_dim is -64; it should be an integer of at least 1"),
-    (
-        {"architectures": ["MistralForCausalLM"], "sliding_window": "4096"},
-        'sliding_window is "4096"; it should be an integer of at least 1',
-    ),
+    ({"architectures": ["MistralForCausalLM"], "sliding_window": "4096"},
+     'sliding_window is "4096"; it should be an integer of at least 1'),
     ({"architectures": "LlamaForCausalLM"}, 'architectures is "LlamaForCausalLM"; it should be a list'),
     ({"rope_theta": 10**400}, "; it should be a finite number"),
     ({"rms_norm_eps": None}, "rms_norm_eps is null; it should be a number greater than 0"),
     ({"rope_scaling": 1}, "rope_scaling is 1; it should be an object"),
-    (
-        {"rope_scaling": {"type": "linear", "factor": 0}},
-        "rope_scaling.factor is 0; it should be a number greater",
-    ),
-    (
-        {"hidden_size": 10**12},
-        "hidden_size is 1000000000000; it should be an integer of at least 1, in 31 bits",
-    ),
+    ({"rope_scaling": {"type": "linear", "factor": 0}},
+     "rope_scaling.factor is 0; it should be a number greater"),
+    ({"hidden_size": 10**12},
+     "hidden_size is 1000000000000; it should be an integer of at least 1, in 31 bits"),
     ({"eos_token_id": "x"}, 'eos_token_id is "x"; it should be a token id or a list of them'),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("changes", "text"), CHECKPOINT_REFUSALS, ids=lambda value: str(value)[:40])

@@ -143,10 +143,8 @@ def test_tokens_are_checked_unless_told_otherwise(server, tokenizer_folder, tmp_
 
 WRONG_LOAD = [
     (["--tokenizer", "/nonexist"], "must name a folder that holds tokenizer.json"),
-    (
-        ["--dataset", "foo"],
-        "dataset 'foo' must be random, sharegpt:FILE, mixed, shared-prefix, multi-turn or conversations:FILE",
-    ),
+    (["--dataset", "foo"],
+     "dataset 'foo' must be random, sharegpt:FILE, mixed, shared-prefix, multi-turn or conversations:FILE"),
     (["--dataset", "sharegpt:/nonexist"], "/nonexist cannot be read (No such file or directory)"),
     (["--request-rate", "0"], "'0' must be a number of requests/s over 0, or inf"),
     (["--request-rate", "nan"], "'nan' must be a number of requests/s over 0, or inf"),
@@ -168,7 +166,7 @@ WRONG_LOAD = [
     (["--url", "foo"], "'foo' must have the form http://host:port"),
     (["--output", "/nonexist/x.json"], "'/nonexist/x.json' cannot be written"),
     (["--output", "/"], "'/' is a folder"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("arguments, message", WRONG_LOAD)

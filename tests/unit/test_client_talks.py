@@ -115,17 +115,13 @@ def test_what_is_no_tokens_is_called_chunks():
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (
-            b"HTTP/1.0 401 Unauthorized\r\n\r\n",
-            "HTTP Error 401: Unauthorized; --api-key-env NAME gives a key",
-        ),
-        (
-            b"HTTP/1.0 404 Not Found\r\n\r\n",
-            "HTTP Error 404: Not Found; it has no OpenAI API (Triton's ensemble: --backend triton)",
-        ),
+        (b"HTTP/1.0 401 Unauthorized\r\n\r\n",
+         "HTTP Error 401: Unauthorized; --api-key-env NAME gives a key"),
+        (b"HTTP/1.0 404 Not Found\r\n\r\n",
+         "HTTP Error 404: Not Found; it has no OpenAI API (Triton's ensemble: --backend triton)"),
         (b'HTTP/1.0 200 OK\r\n\r\n{"data": []}', "{url}/v1/models lists no model; name one with --model"),
     ],
-)
+)  # fmt: skip
 def test_chat_says_why_no_model_is_listed(answers, capsys, answer, said):
     url, waiting = answers
     waiting.append(answer)

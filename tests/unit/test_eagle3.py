@@ -92,11 +92,8 @@ NESTED = "transformer_layer_config"
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("safeailab", {"draft_vocab_size": None}, "this is no EAGLE-3 drafter"),
     ("safeailab", {"tie_word_embeddings": True}, "tie_word_embeddings true is not supported"),
-    (
-        "safeailab",
-        {"rope_scaling": {"rope_type": "proportional", "factor": 32.0}},
-        "rope type 'proportional'",
-    ),
+    ("safeailab", {"rope_scaling": {"rope_type": "proportional", "factor": 32.0}},
+     "rope type 'proportional'"),
     ("safeailab", {"attention_bias": True}, "attention_bias true"),
     ("safeailab", {"model_type": "gemma"}, 'model_type "gemma" is not supported; supported: llama, qwen3'),
     ("safeailab", {"logit_scale": 0.5}, "logit_scale is 0.5, which is not known of EAGLE-3 drafters"),
@@ -113,7 +110,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("speculators", {"eagle_aux_hidden_state_layer_ids": [3, 2]}, "should be ascending"),
     ("speculators", {"eagle_aux_hidden_state_layer_ids": [0, 2]}, "should be 1 or more"),
     ("speculators", {"eagle_aux_hidden_state_layer_ids": "2"}, "should be a list"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("form", "changes", "reason"), REFUSED, ids=[reason for *_, reason in REFUSED])

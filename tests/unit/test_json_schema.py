@@ -77,11 +77,8 @@ HONOURED: list[tuple[Any, list[Any], list[Any]]] = [
     (CLOSED, [{}, {"a": 1}], [{"a": "x"}, {"b": 1}]),
     ({"type": "object", "required": ["a"]}, [{"a": 1}], [{}, {"b": 1}]),
     ({"required": ["b"], "properties": {"a": {}}}, [{"a": 1, "b": 2}], [{"a": 1}, {}]),
-    (
-        {"required": ["b"], "additionalProperties": NUMBERS},
-        [{"b": 2}, {"b": 1, "c": 2}],
-        [{"b": "x"}, {"c": 1}],
-    ),
+    ({"required": ["b"], "additionalProperties": NUMBERS}, [{"b": 2}, {"b": 1, "c": 2}],
+     [{"b": "x"}, {"c": 1}]),
     ({"type": "object", "minProperties": 1, "maxProperties": 2}, [{"a": 1}], [{}, {"a": 1, "b": 2, "c": 3}]),
     ({"type": "object", "patternProperties": {"^x.$": NUMBERS}}, [{"xy": 1}, {}], [{"xy": "a"}]),
     ({"type": "object", "propertyNames": {"maxLength": 2}}, [{"ab": 1}], [{"abc": 1}]),
@@ -97,16 +94,10 @@ HONOURED: list[tuple[Any, list[Any], list[Any]]] = [
         [{"a": 1, "b": "x"}],
         [{"a": "x"}, {"b": 1}],
     ),
-    (
-        {"properties": {"a": NUMBERS}, "allOf": [{"properties": {"a": {"minimum": 3}}}]},
-        [{"a": 3}],
-        [{"a": 2}],
-    ),
-    (
-        {"allOf": [{"properties": {"a": X}}, {"properties": {"b": Y}}], "unevaluatedProperties": False},
-        [{"a": "x", "b": "y"}],
-        [{"a": "y"}, {"c": 1}],
-    ),
+    ({"properties": {"a": NUMBERS}, "allOf": [{"properties": {"a": {"minimum": 3}}}]}, [{"a": 3}],
+     [{"a": 2}]),
+    ({"allOf": [{"properties": {"a": X}}, {"properties": {"b": Y}}], "unevaluatedProperties": False},
+     [{"a": "x", "b": "y"}], [{"a": "y"}, {"c": 1}]),
     ({"$ref": "#/$defs/n", "$defs": {"n": NUMBERS}, "description": "n"}, [1], ["a"]),
     ({"$ref": "#/$defs/n", "$defs": {"n": NUMBERS}, "minimum": 3}, [3], [2, "a"]),
     ({"$ref": "#/$defs/a~1b%20c/allOf/1", "$defs": {"a/b c": {"allOf": [X, NUMBERS]}}}, [1], ["x"]),
@@ -114,18 +105,12 @@ HONOURED: list[tuple[Any, list[Any], list[Any]]] = [
     ({"$defs": {"unused": {"not": {}}}, "type": "integer"}, [1], ["a"]),
     ({"anyOf": [X, NUMBERS]}, ["x", 1], ["y"]),
     ({"type": "integer", "anyOf": [{"maximum": 3}, {"minimum": 7}]}, [2, 8], [5, "a"]),
-    (
-        {"properties": {"a": X, "b": Y}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
-        [{"a": "x"}, {"b": "y"}],
-        [{}, {"a": 1}],
-    ),
+    ({"properties": {"a": X, "b": Y}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+     [{"a": "x"}, {"b": "y"}], [{}, {"a": 1}]),
     ({"oneOf": [NUMBERS, {"type": "string"}]}, [1, "a"], [None]),
     ({"oneOf": [{"const": 1}, {"enum": [2, True]}]}, [1, 2, True], [3]),
-    (
-        {"oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}], "$defs": {"cat": CAT, "dog": DOG}},
-        [{"kind": "cat", "n": 1}, {"kind": "dog", "s": "a"}],
-        [{"kind": "cat", "n": "a"}, {"kind": "cow"}],
-    ),
+    ({"oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}], "$defs": {"cat": CAT, "dog": DOG}},
+     [{"kind": "cat", "n": 1}, {"kind": "dog", "s": "a"}], [{"kind": "cat", "n": "a"}, {"kind": "cow"}]),
     ({"if": X}, ["x", 1], []),
     ({"then": X}, ["y"], []),
     ({"type": "string", "pattern": "a", "minLength": 3}, ["abc", "xay"], ["ab", "xyz"]),
@@ -137,17 +122,14 @@ HONOURED: list[tuple[Any, list[Any], list[Any]]] = [
     ({"type": "integer", "multipleOf": 3, "minimum": 1}, [3, 300], [0, 4]),
     ({"type": "integer", "multipleOf": 2000}, [4000], [2001]),
     ({"type": "integer", "maximum": 2**63 - 1}, [2**53 - 1, -7], [2**63, 2**64]),
-    (
-        {"properties": {"x": {"maximum": 5}}, "patternProperties": {"^x": NUMBERS}},
-        [{"x": 3, "xy": 9}],
-        [{"x": 7}, {"xy": "a"}],
-    ),
+    ({"properties": {"x": {"maximum": 5}}, "patternProperties": {"^x": NUMBERS}}, [{"x": 3, "xy": 9}],
+     [{"x": 7}, {"xy": "a"}]),
     ({"enum": ["a", "bc"], "minLength": 2}, ["bc"], ["a"]),
     ({"enum": [2**53 - 1, 1 - 2**53]}, [2**53 - 1, 1 - 2**53], [2**53 - 2, 0]),
     ({"allOf": [CLOSED, {"properties": {"b": X}}]}, [{"a": 1}], [{"b": "x"}]),
     ({"properties": {"a": False}, "additionalProperties": True}, [{}, {"b": 1}], [{"a": 1}]),
     ({"type": "object", "propertyNames": {"type": "string"}}, [{"a": 1}], [1]),
-]
+]  # fmt: skip
 
 # Schemas, what the refusal says, the place that it names.
 REFUSED: list[tuple[Any, str, str]] = [
@@ -194,11 +176,8 @@ REFUSED: list[tuple[Any, str, str]] = [
     ({"allOf": [{"minimum": 1.5}, {"exclusiveMaximum": 2}]}, "with a range below 1", "#/allOf/1"),
     ({"allOf": [{"multipleOf": 4093}, {"multipleOf": 4091}]}, "least common multiple", "#/allOf/1"),
     ({"allOf": [{"pattern": f"a{{{n}}}.*b"} for n in range(17)]}, "more than 16 patterns", "#/allOf/16"),
-    (
-        {"prefixItems": [{"multipleOf": 4001 + n} for n in range(3)]},
-        "together are above 8192",
-        "#/prefixItems/2",
-    ),
+    ({"prefixItems": [{"multipleOf": 4001 + n} for n in range(3)]}, "together are above 8192",
+     "#/prefixItems/2"),
     ({"type": "number", "multipleOf": 0.01}, "'multipleOf' 0.01", "#"),
     ({"enum": [0.7135582457995734]}, "too many digits", "#"),
     ({"type": "number", "minimum": 5e-324}, "too many digits", "#"),
@@ -209,7 +188,7 @@ REFUSED: list[tuple[Any, str, str]] = [
     ({"properties": {"a": NUMBERS}, "anyOf": [X], "unevaluatedProperties": False}, "'unevaluated", "#"),
     ({"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}}, "leads back to itself", "#"),
     ({"properties": {str(n): {} for n in range(30)}, "minProperties": 2}, "min/maxProperties only", ""),
-]
+]  # fmt: skip
 
 
 SEPARATE = [  # values that no two of the combined schemas speak of
@@ -351,19 +330,13 @@ NO_IPV6 += [
     ("format", "good", "bad"),
     [
         ("date", DATES, [*NO_DATES, "2020-02-29T00:00:00Z"]),
-        (
-            "date-time",
-            [day + clock for day in DATES for clock in CLOCKS],
-            [day + CLOCKS[0] for day in NO_DATES],
-        ),
-        (
-            "date-time",
-            ["2020-02-29T01:02:03-00:00"],
-            ["2020-02-29", "2020-02-29T24:00:00Z", "2020-02-29T01:00:005Z"],
-        ),
+        ("date-time", [day + clock for day in DATES for clock in CLOCKS],
+         [day + CLOCKS[0] for day in NO_DATES]),
+        ("date-time", ["2020-02-29T01:02:03-00:00"],
+         ["2020-02-29", "2020-02-29T24:00:00Z", "2020-02-29T01:00:005Z"]),
         ("ipv6", IPV6, NO_IPV6),
     ],
-)
+)  # fmt: skip
 def test_days_that_months_have_and_addresses(format, good, bad):
     check_format(format, good, bad)
 
@@ -524,15 +497,12 @@ def test_objects_have_the_properties_that_are_named(schema, good):
     ("schema", "text", "bad"),
     [
         ({"required": ["a"], "patternProperties": {"^a$": NUMBERS}}, '{"a": 1', '{"a": "'),
-        (
-            {"properties": {"a": {}, "b": {}}, "patternProperties": {"^(a|b)$|^b{1}$": NUMBERS}},
-            '{"a": 1, "b": 2',
-            '{"b": "',
-        ),
+        ({"properties": {"a": {}, "b": {}}, "patternProperties": {"^(a|b)$|^b{1}$": NUMBERS}},
+         '{"a": 1, "b": 2', '{"b": "'),
         ({"required": ["a"], "allOf": [{"propertyNames": {"enum": ["a"]}}]}, '{"a": 1', '{"b'),
         ({"allOf": [{"required": ["a"]}, {"patternProperties": {"^a$": NUMBERS}}]}, '{"a": 1', '{"a": "'),
     ],
-)
+)  # fmt: skip
 def test_no_comma_follows_where_no_name_is_left(schema, text, bad):
     grammar = matcher("json_schema", json.dumps({"type": "object", **schema}))
     assert admits(grammar, text + "}") and not admits(grammar, bad + '"}')

@@ -94,14 +94,10 @@ def test_new_and_old_rope_keys_mean_the_same(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"architectures": ["GPT2LMHeadModel"]},
-            "architecture GPT2LMHeadModel is not supported; supported: Llama",
-        ),
-        (
-            {"architectures": ["KimiLinearForCausalLM"]},
-            "KimiLinearForCausalLM is not supported, as such models have recurrent .*: serve it with vLLM",
-        ),
+        ({"architectures": ["GPT2LMHeadModel"]},
+         "architecture GPT2LMHeadModel is not supported; supported: Llama"),
+        ({"architectures": ["KimiLinearForCausalLM"]},
+         "KimiLinearForCausalLM is not supported, as such models have recurrent .*: serve it with vLLM"),
         ({"architectures": ["DeepseekV3ForCausalLM"]}, "have latent attention .* another architecture: Lla"),
         ({"model_type": "granite"}, "model_type 'granite' contradicts architecture LlamaForCausalLM"),
         ({"rope_scaling": {"rope_type": "proportional"}}, "'proportional' is not supported; .* yarn"),
@@ -112,10 +108,8 @@ def test_new_and_old_rope_keys_mean_the_same(tmp_path):
         ({"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "factor 0.5 is not"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "has no 'low_freq_factor'"),
         ({"rope_theta": 0}, "rope_theta is 0; it should be greater than 0"),
-        (
-            {"rope_parameters": {"rope_theta": 0.0}, "rope_scaling": ...},
-            "rope_theta is 0; it should be greater",
-        ),
+        ({"rope_parameters": {"rope_theta": 0.0}, "rope_scaling": ...},
+         "rope_theta is 0; it should be greater"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"attention_bias": True}, "attention_bias true"),
         ({"mlp_bias": True}, "mlp_bias true"),
@@ -125,25 +119,19 @@ def test_new_and_old_rope_keys_mean_the_same(tmp_path):
         ({"torch_dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported"),
         ({"num_key_value_heads": 5}, "not a multiple of num_key_value_heads 5"),
         ({"intermediate_size": ...}, "has no 'intermediate_size'"),
-        (
-            {"rope_scaling": {"full_attention": LLAMA31["rope_scaling"]}},
-            "by kind of layer .'full_attention'.",
-        ),
+        ({"rope_scaling": {"full_attention": LLAMA31["rope_scaling"]}},
+         "by kind of layer .'full_attention'."),
         ({"layer_types": ["chunked_attention", "full_attention"]}, "layer_types has 'chunked_attention'"),
-        (
-            {"transformers_weights": "ema.safetensors"},
-            'transformers_weights is "ema.safetensors", which is not supported: weights are read from',
-        ),
+        ({"transformers_weights": "ema.safetensors"},
+         'transformers_weights is "ema.safetensors", which is not supported: weights are read from'),
         ({"attention_chunk_size": 8192}, "attention_chunk_size is 8192, which is not supported"),
         ({"per_layer_config": {"1": {"num_key_value_heads": 4}}}, "per_layer_config is .*all layers have"),
         ({"kv_sharing_modes": ["none", "reuse"]}, "kv_sharing_modes is .*every layer has keys"),
         ({"layer_types": ["full_attention"] * 31}, "layer_types names 31 layers; it should .* 32"),
-        (
-            {"layer_types": ["sliding_attention"]},
-            "layer_types has sliding_attention, but sliding_window is not",
-        ),
+        ({"layer_types": ["sliding_attention"]},
+         "layer_types has sliding_attention, but sliding_window is not"),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_computed_is_refused(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         parse(tmp_path, **changes)
@@ -396,17 +384,13 @@ def test_experts_are_those_of_transformers(tmp_path, kind):
         ({"num_experts": "8"}, "num_experts and num_local_experts differ"),
         ({"num_local_experts": ...}, "config.json: it has neither num_experts nor num_local_experts"),
         ({"num_local_experts": 0}, "num_local_experts is 0; it should be an integer of at least 1"),
-        (
-            {"num_experts_per_tok": 9},
-            "num_experts_per_tok is 9; it should be at most the number of experts, 8",
-        ),
+        ({"num_experts_per_tok": 9},
+         "num_experts_per_tok is 9; it should be at most the number of experts, 8"),
         ({"num_experts_per_tok": "2"}, 'num_experts_per_tok is "2"; it should be an integer'),
         ({"moe_intermediate_size": ...}, "has no 'moe_intermediate_size'"),
         ({"norm_topk_prob": "yes"}, 'norm_topk_prob is "yes"'),
-        (
-            {"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}},
-            "experts in FP8 with stored scales of activations are not supported; take one with dynamic",
-        ),
+        ({"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}},
+         "experts in FP8 with stored scales of activations are not supported; take one with dynamic"),
         (
             {
                 "head_dim": 64,
@@ -419,7 +403,7 @@ def test_experts_are_those_of_transformers(tmp_path, kind):
             "experts.0.gate_proj has 48 rows; with FP8 scales of 128x128 blocks",
         ),
     ],
-)
+)  # fmt: skip
 def test_experts_that_are_not_computed_are_refused(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         parse_moe(tmp_path, **changes)

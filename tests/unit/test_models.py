@@ -544,14 +544,12 @@ K_PROJ = "model.layers.1.self_attn.k_proj.weight"
     ("edit", "message"),
     [
         (lambda t: t.pop(K_PROJ), f"lacks tensors.*{K_PROJ}"),
-        (
-            lambda t: t.update({"model.layers.9.mlp.x": torch.ones(2)}),
-            r"does not account for.*layers\.9\.mlp\.x",
-        ),
+        (lambda t: t.update({"model.layers.9.mlp.x": torch.ones(2)}),
+         r"does not account for.*layers\.9\.mlp\.x"),
         (lambda t: t.update({K_PROJ: torch.ones(3, 64)}), r"k_proj.weight has shape \[3, 64\].*\[32, 64\]"),
         (lambda t: t.update({K_PROJ: t[K_PROJ].to(torch.int8)}), "k_proj.weight is I8; only F32, F16, BF16"),
     ],
-)
+)  # fmt: skip
 def test_tensors_that_do_not_fit_are_refused(checkpoint, edit, message):
     edit_tensors(checkpoint, edit)
     with pytest.raises(WeightsError, match=message):

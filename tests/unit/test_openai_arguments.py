@@ -108,10 +108,8 @@ def test_settings_may_be_given_one_by_one(capsys, free_port):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            ["max_num_seqs=4", "--set", "max_num_seqs=5"],
-            "--set: max_num_seqs=5: already set to 4; set it once",
-        ),
+        (["max_num_seqs=4", "--set", "max_num_seqs=5"],
+         "--set: max_num_seqs=5: already set to 4; set it once"),
         (["dtype=float16", "dtype ="], "--set: dtype=: already set to float16; set it once"),
         (["max_num_seqs"], "--set max_num_seqs: should be knob=value"),
         (["model_dir=/m"], "--set model_dir: should be given as --model"),
@@ -119,12 +117,10 @@ def test_settings_may_be_given_one_by_one(capsys, free_port):
         (["zzzz=4"], "--set: unknown knob 'zzzz'; docs/knobs.md has all"),
         (["llm_instance_count=4"], "--set llm_instance_count: is no knob of the engine, which runs without"),
         (["engine_dir=/e"], "--set: engine_dir=/e: there are no engine files here: set model_dir to"),
-        (
-            ["max_num_seqs=x", "dtype=int8"],
-            "max_num_seqs=x: should be an integer 1..4096; --set: dtype=int8: should",
-        ),
+        (["max_num_seqs=x", "dtype=int8"],
+         "max_num_seqs=x: should be an integer 1..4096; --set: dtype=int8: should"),
     ],
-)
+)  # fmt: skip
 def test_settings_are_read_as_build_reads_them(capsys, free_port, command, settings, message):
     more = ["--port", free_port] if command is main else []
     assert command(["--model", "bundled", "--set", *settings, *more]) == 1
@@ -203,12 +199,8 @@ def test_as_many_connections_as_there_are_files_for():
         (main, "--workers", "0", "0: it should be a whole number from 1 to 1024"),
         (main, "--port", "0", "0: it should be a whole number from 1 to 65535"),
         (main, "--max-request-bytes", "0", "0: it should be a whole number from 1 to"),
-        (
-            main,
-            "--allowed-origins",
-            "chat.example",
-            "chat.example: an origin is a scheme, a host and perhaps a port",
-        ),
+        (main, "--allowed-origins", "chat.example",
+         "chat.example: an origin is a scheme, a host and perhaps a port"),
         (
             main,
             "--allowed-origins",
@@ -226,7 +218,7 @@ def test_as_many_connections_as_there_are_files_for():
         (probe.main, "--timeout", "inf", "inf: it should be 0 to 86400 seconds"),
         (probe.main, "--timeout", "0", "0: it should be more than 0 seconds"),
     ],
-)
+)  # fmt: skip
 def test_numbers_that_make_no_sense_are_refused(capsys, command, option, value, message):
     with pytest.raises(SystemExit):
         command(["--model-repository", "r"][: 2 * (command is launcher.main)] + [f"{option}={value}"])

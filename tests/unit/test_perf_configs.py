@@ -391,13 +391,11 @@ def _alive(pid):
     [
         (spec("echo no such model >&2; exit 3"), "ended with status 3\nno such model"),
         (spec("exec sleep 60", start_seconds=0.3), "not healthy after"),
-        (
-            spec("exec sleep 60", prepare="echo bad knob; exit 2"),
-            "preparing ours ended with status 2\nbad knob",
-        ),
+        (spec("exec sleep 60", prepare="echo bad knob; exit 2"),
+         "preparing ours ended with status 2\nbad knob"),
         (spec("exec sleep 60", prepare="sleep 60", start_seconds=0.3), "preparing ours took more than 0 s\n"),
     ],
-)
+)  # fmt: skip
 def test_a_server_that_does_not_start_says_why(tmp_path, capsys, bad, message):
     kept = tmp_path / "results/ours.log"
     with pytest.raises(StartError) as caught, serve(bad, {}, tmp_path, free_ports(1)[0], 20.0, kept):

@@ -268,29 +268,19 @@ def test_the_gpus_of_a_run_are_those_it_ran_on(tmp_path, model_dir):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (
-            ["--rows", "a,flashinfer-70b-random", "--url", "ours=http://x"],
-            "want tensor_parallel_size 1 and 4",
-        ),
+        (["--rows", "a,flashinfer-70b-random", "--url", "ours=http://x"],
+         "want tensor_parallel_size 1 and 4"),
         (["--server", "trtllm"], "trtllm is not started here: give its address, --url trtllm=URL"),
         (["--server", "vllm:defaults", "--url", "vllm=http://x"], "runs as it was started"),
-        (
-            ["--rows", "known-lengths-random", "--server", "vllm"],
-            "vllm:servers-4 does not order by it: take vllm:priority-256 or vllm:priority",
-        ),
-        (
-            ["--rows", "shared-prefix", "--knob", "enable_kv_cache_reuse=true"],
-            "ours cache prefixes, and vllm:servers-4 does not: take vllm:prefix-caching",
-        ),
-        (
-            ["--rows", "shared-prefix", "--server", "ours-openai,sglang:fa3-radix"],
-            "sglang:fa3-radix caches prefixes, and ours does so with --knob enable_kv_cache_reuse=true alone",
-        ),
+        (["--rows", "known-lengths-random", "--server", "vllm"],
+         "vllm:servers-4 does not order by it: take vllm:priority-256 or vllm:priority"),
+        (["--rows", "shared-prefix", "--knob", "enable_kv_cache_reuse=true"],
+         "ours cache prefixes, and vllm:servers-4 does not: take vllm:prefix-caching"),
+        (["--rows", "shared-prefix", "--server", "ours-openai,sglang:fa3-radix"],
+         "sglang:fa3-radix caches prefixes, and ours does so with --knob enable_kv_cache_reuse=true alone"),
         (["--rows", "known-lengths-random", "--server", "sglang"], "sglang:fa3 does not order by it: leave"),
-        (
-            ["--rows", "known-lengths-random", "--server", "ours"],
-            "give --profile perf_configs/profiles/h200-8b-l",
-        ),
+        (["--rows", "known-lengths-random", "--server", "ours"],
+         "give --profile perf_configs/profiles/h200-8b-l"),
         (
             ["--rows", "known-lengths-random", "--profile", str(plan.LONGEST_FIRST), "--server", "ours"]
             + ["--knob", "schedule_policy=fcfs"],
@@ -299,10 +289,8 @@ def test_the_gpus_of_a_run_are_those_it_ran_on(tmp_path, model_dir):
         (["--repeats", "0"], "--repeats: '0' must be a whole number of at least 1"),
         (["--port", "65534"], "--port: '65534' must be a whole number from 1 to 65533"),
         (["--time-limit", "nan"], "--time-limit: 'nan' must be a number of seconds over 0"),
-        (
-            ["--time-limit", "40"],
-            "--time-limit 40 leaves no time to measure: 40 s of it are kept for stopping",
-        ),
+        (["--time-limit", "40"],
+         "--time-limit 40 leaves no time to measure: 40 s of it are kept for stopping"),
         (["--workers", "-1"], "--workers: '-1' must be a whole number of at least 0"),
         (["--rows", "zz"], "no scenario for row zz; rows are a,"),
         (["--server", "zz"], "unknown server zz; servers are ours, ours-openai, vllm"),
@@ -335,7 +323,7 @@ def test_the_gpus_of_a_run_are_those_it_ran_on(tmp_path, model_dir):
         (["--merge", "/nonexist.json"], "/nonexist.json cannot be read: No such file"),
         (["--merge", "{tmp}/few.json"], "is no result document"),
     ],
-)
+)  # fmt: skip
 def test_wrong_arguments_are_refused_before_a_server_is_used(
     tmp_path, model_dir, monkeypatch, capsys, arguments, message
 ):

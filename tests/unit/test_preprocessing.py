@@ -158,22 +158,15 @@ WRONG = [
     ({"BAD_WORDS_DICT": strings(["a"], ["b"])}, r"BAD_WORDS_DICT \(bad_words\) has shape \[2, 1\]"),
     ({"EMBEDDING_BIAS_WORDS": strings(["a"])}, "belong together"),
     ({"EMBEDDING_BIAS_WEIGHTS": np.ones((1, 1), np.float32)}, "belong together"),
-    (
-        {"EMBEDDING_BIAS_WORDS": strings(["a"]), "EMBEDDING_BIAS_WEIGHTS": np.ones((1, 2), np.float32)},
-        r"EMBEDDING_BIAS_WEIGHTS has shape \[1, 2\]; it should be \[1, 1\]",
-    ),
-    (
-        {
-            "EMBEDDING_BIAS_WORDS": strings(["a"]),
-            "EMBEDDING_BIAS_WEIGHTS": np.full((1, 1), np.nan, np.float32),
-        },
-        "finite",
-    ),
+    ({"EMBEDDING_BIAS_WORDS": strings(["a"]), "EMBEDDING_BIAS_WEIGHTS": np.ones((1, 2), np.float32)},
+     r"EMBEDDING_BIAS_WEIGHTS has shape \[1, 2\]; it should be \[1, 1\]"),
+    ({"EMBEDDING_BIAS_WORDS": strings(["a"]), "EMBEDDING_BIAS_WEIGHTS": np.full((1, 1), np.nan, np.float32)},
+     "finite"),
     *[
         ({name: strings(["a"])}, f"^{name}.* is not supported")
         for name in ("DECODER_QUERY", "IMAGE_BYTES", "IMAGE_URL", "VIDEO_BYTES", "PROMPT_TABLE_EXTRA_ID")
     ],
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "message"), WRONG)

@@ -58,17 +58,13 @@ def server() -> Iterator[ThreadingHTTPServer]:
         ((200, ""), (200, ""), (200, '{"text_output": "a"}'), ""),
         ((200, ""), (503, ""), None, ""),
         ((200, ""), (200, ""), (500, '{"error": "Maximum queue size of 4 has been reached"}'), ""),
-        (
-            (200, ""),
-            (200, ""),
-            (500, '{"error": "Stub process is not healthy"}'),
-            "not generate .500. .*healthy",
-        ),
+        ((200, ""), (200, ""), (500, '{"error": "Stub process is not healthy"}'),
+         "not generate .500. .*healthy"),
         ((200, ""), (200, ""), None, "does not generate .no answer"),
         (None, (200, ""), (200, "{}"), "live .no answer"),
         ((500, ""), (200, ""), (200, "{}"), "live .500"),
     ],
-)
+)  # fmt: skip
 def test_a_broken_server_fails_the_probe(server, live, ready, generate, expected) -> None:
     names = ("/v2/health/live", "/v2/health/ready", "/v2/models/ensemble/generate")
     server.table = dict(zip(names, (live, ready, generate), strict=True))

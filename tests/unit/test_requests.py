@@ -182,15 +182,11 @@ NAN, INFINITY = float("nan"), float("inf")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"request_output_len": int32([0])},
-            r"request_output_len \(max_tokens\) is 0; it should be at least 1",
-        ),
+        ({"request_output_len": int32([0])},
+         r"request_output_len \(max_tokens\) is 0; it should be at least 1"),
         ({"request_output_len": None}, "request_output_len .* is missing"),
-        (
-            {"request_output_len": int32([1, 2])},
-            r"request_output_len has shape \[1, 2\]; it should be \[1, 1\]",
-        ),
+        ({"request_output_len": int32([1, 2])},
+         r"request_output_len has shape \[1, 2\]; it should be \[1, 1\]"),
         ({"input_ids": None}, "input_ids is missing"),
         ({"input_lengths": None}, "input_lengths is missing"),
         ({"input_lengths": int32([5])}, r"input_lengths holds 5; it should lie in 1..4"),
@@ -198,10 +194,8 @@ NAN, INFINITY = float("nan"), float("inf")
         ({"input_lengths": int32([2], [2])}, "one length for each"),
         ({"input_ids": int32([1, 2, 3, 100])}, r"input_ids holds 100; token ids should lie in 0..99"),
         ({"input_ids": int32([1, -2, 3, 4])}, "input_ids holds -2"),
-        (
-            {"input_ids": int32([1] * 21), "input_lengths": int32([21])},
-            r"Prompt length \(21\) exceeds maximum input length \(20\). Shorten the prompt, or raise max_",
-        ),
+        ({"input_ids": int32([1] * 21), "input_lengths": int32([21])},
+         r"Prompt length \(21\) exceeds maximum input length \(20\). Shorten the prompt, or raise max_"),
         ({"temperature": fp32([-0.5])}, "temperature is -0.5; it should be at least 0"),
         ({"temperature": fp32([NAN])}, "temperature is nan; it should be a finite number"),
         ({"runtime_top_k": int32([-1])}, r"runtime_top_k \(top_k\) is -1"),
@@ -214,62 +208,42 @@ NAN, INFINITY = float("nan"), float("inf")
         ({"frequency_penalty": fp32([NAN])}, "frequency_penalty is nan"),
         ({"min_tokens": int32([-1])}, "min_tokens is -1; it should be at least 0"),
         ({"num_return_sequences": int32([0])}, "num_return_sequences is 0"),
-        (
-            {"min_tokens": int32([2]), "min_length": int32([3])},
-            "min_tokens is 2 and min_length is 3: .* two names",
-        ),
-        (
-            {"seed": np.array([[1]], np.uint64), "random_seed": np.array([[2]], np.uint64)},
-            "seed is 1 and random_seed is 2",
-        ),
-        (
-            {"beam_width": int32([2])},
-            "beam_width is 2, which is not supported: this backend has no beam search",
-        ),
+        ({"min_tokens": int32([2]), "min_length": int32([3])},
+         "min_tokens is 2 and min_length is 3: .* two names"),
+        ({"seed": np.array([[1]], np.uint64), "random_seed": np.array([[2]], np.uint64)},
+         "seed is 1 and random_seed is 2"),
+        ({"beam_width": int32([2])},
+         "beam_width is 2, which is not supported: this backend has no beam search"),
         ({"beam_width": int32([1], [3])}, "beam_width is 3"),  # of a batch the value that is refused
-        (
-            {"runtime_top_p_decay": fp32([0.9])},
-            "runtime_top_p_decay is 0.9, which is not supported: this backend has no decay of top_p",
-        ),
+        ({"runtime_top_p_decay": fp32([0.9])},
+         "runtime_top_p_decay is 0.9, which is not supported: this backend has no decay of top_p"),
         ({"lora_task_id": np.array([[0]], np.uint64)}, "lora_task_id is not supported: .*no LoRA"),
-        (
-            {"prompt_embedding_table": np.ones((1, 2, 3), np.float16)},
-            "prompt_embedding_table is not supported",
-        ),
+        ({"prompt_embedding_table": np.ones((1, 2, 3), np.float16)},
+         "prompt_embedding_table is not supported"),
         ({"draft_input_ids": int32([1])}, "draft_input_ids is not supported: .*no speculative decoding"),
         ({"decoder_input_ids": int32([1, 2])}, "decoder_input_ids is not supported: .* a row has 2 ids"),
-        (
-            {"decoder_input_ids": int32([1, 2]), "decoder_input_lengths": int32([2])},
-            "decoder_input_ids is not supported",
-        ),
+        ({"decoder_input_ids": int32([1, 2]), "decoder_input_lengths": int32([2])},
+         "decoder_input_ids is not supported"),
         ({"decoder_input_lengths": int32([2])}, "decoder_input_lengths is not supported"),
         ({"decoder_input_lengths": int32([-1])}, "decoder_input_lengths is -1"),
         ({"encoder_output_lengths": int32([1])}, "encoder_output_lengths is not supported"),
         ({"stop_words_list": int32([7, 8])}, r"stop_words_list holds|stop_words_list has shape"),
         ({"stop_words_list": int32([[7, 8], [3, -1]])}, "Sparse list must not hold offsets beyond its ids"),
         ({"stop_words_list": int32([[7, 8], [2, 1]])}, "Sparse list must not hold offsets that do not grow"),
-        (
-            {"stop_words_list": int32([[7, 8], [-1, 2]])},
-            "Sparse list must not hold offsets after its padding",
-        ),
-        (
-            {"bad_words_list": int32([[7, 100], [2, -1]])},
-            "bad_words_list holds 100; token ids should lie in 0..99",
-        ),
-        (
-            {"embedding_bias": np.ones((1, 101), np.float32)},
-            "embedding_bias has 101 values; it should have 100",
-        ),
+        ({"stop_words_list": int32([[7, 8], [-1, 2]])},
+         "Sparse list must not hold offsets after its padding"),
+        ({"bad_words_list": int32([[7, 100], [2, -1]])},
+         "bad_words_list holds 100; token ids should lie in 0..99"),
+        ({"embedding_bias": np.ones((1, 101), np.float32)},
+         "embedding_bias has 101 values; it should have 100"),
         ({"embedding_bias": fp32([0, NAN])}, "embedding_bias holds NaN"),
-        (
-            {"guided_decoding_guide_type": text([b"yaml"])},
-            "guided_decoding_guide_type is 'yaml'; it should be one of",
-        ),
+        ({"guided_decoding_guide_type": text([b"yaml"])},
+         "guided_decoding_guide_type is 'yaml'; it should be one of"),
         ({"guided_decoding_guide": text([b"[a]"])}, "guided_decoding_guide_type is ''"),
         ({"guided_decoding_guide_type": text([b"regex"])}, "guided_decoding_guide is missing"),
         ({"stop_words_text": text([b"\xff"])}, "stop_words_text is not UTF-8"),
     ],
-)
+)  # fmt: skip
 def test_mistakes_are_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_request(tensors(**changes), LIMITS)
@@ -278,10 +252,8 @@ def test_mistakes_are_named(changes: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"streaming": np.array([[True]])},
-            "Streaming is only supported if model is deployed using decoupled mode",
-        ),
+        ({"streaming": np.array([[True]])},
+         "Streaming is only supported if model is deployed using decoupled mode"),
         ({"num_return_sequences": int32([2])}, "num_return_sequences is 2"),
         (
             {
@@ -292,7 +264,7 @@ def test_mistakes_are_named(changes: dict[str, Any], message: str) -> None:
             "batch size greater than 1",
         ),
     ],
-)
+)  # fmt: skip
 def test_several_responses_need_decoupled_mode(changes: dict[str, Any], message: str) -> None:
     limits = Limits(vocab_size=100, max_input_len=20, decoupled=False)
     parse_request(tensors(), limits)

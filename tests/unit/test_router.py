@@ -368,20 +368,14 @@ def test_gpus_of_each_engine(settings: dict[str, str], shown: str | None, expect
 @pytest.mark.parametrize(
     ("settings", "shown", "message"),
     [
-        (
-            {"replicas": "3"},
-            "4,5",
-            "replicas=3 needs 3 GPUs, and CUDA_VISIBLE_DEVICES=4,5 shows 2: .* replicas=2",
-        ),
-        (
-            {"gpu_device_ids": "0;2", "replicas": "2"},
-            "4,5",
-            "gpu_device_ids=0;2 needs 3 GPUs, and .* shows 2",
-        ),
+        ({"replicas": "3"}, "4,5",
+         "replicas=3 needs 3 GPUs, and CUDA_VISIBLE_DEVICES=4,5 shows 2: .* replicas=2"),
+        ({"gpu_device_ids": "0;2", "replicas": "2"}, "4,5",
+         "gpu_device_ids=0;2 needs 3 GPUs, and .* shows 2"),
         ({"replicas": "2", "tensor_parallel_size": "2"}, "4,5,6", "replicas=2 needs 4 GPUs, .* replicas=1"),
         ({"gpu_device_ids": "0;1"}, None, "has the GPUs of 2 engines, and replicas=1: set replicas=2"),
     ],
-)
+)  # fmt: skip
 def test_too_few_gpus_are_refused(settings: dict[str, str], shown: str | None, message: str) -> None:
     config = EngineConfig.from_parameters({"model_dir": "bundled", **settings})
     environment = {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}

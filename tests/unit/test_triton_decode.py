@@ -88,10 +88,16 @@ def check(
 
 
 def check_drafts(
-    heads: int, kv_heads: int, queries: int, ragged: bool, in_e4m3: bool, ahead: int = 0
+    heads: int,
+    kv_heads: int,
+    queries: int,
+    ragged: bool,
+    in_e4m3: bool,
+    ahead: int = 0,
+    window: int | None = None,
 ) -> None:
     """Rows of several query tokens, of which the host planned more keys than there are: up to two steps'
-    drafts more, and so parts of rows that hold none of their keys."""
+    drafts more, and so parts of rows that hold none of their keys. Blocks behind a window are NaN."""
     from flashinfer_backend.attention import split, triton_decode
     from flashinfer_backend.attention.batch import AttentionBatch
     from flashinfer_backend.attention.torch_paged import TorchPagedAttention
@@ -114,9 +120,13 @@ def check_drafts(
     for slot, length, columns in zip(slots.tolist(), lens.tolist(), blocks.tolist(), strict=True):
         table[slot, :columns] = torch.tensor([next(order) for _ in range(columns)])
         on_device[slot] = length - ahead
-    shape = (int(blocks.sum()), BLOCK_SIZE, kv_heads, dim)
+    shape = (int(blocks.sum()) + 1, BLOCK_SIZE, kv_heads, dim)
     scales = SCALES if in_e4m3 else (1.0, 1.0)
     cache = tuple(torch.randn(shape).half() for _ in scales)
+    for row in range(rows if window else 0):
+        for part in cache:
+            part[-1] = torch.nan
+        table[slots[row], : max(0, int(lens[row] - fed[row]) - window + 1) // BLOCK_SIZE] = shape[0] - 1
     if in_e4m3:
         cache = tuple(fp8.to_e4m3(part.float(), scale) for part, scale in zip(cache, scales, strict=True))
     # Of rows with padding, what is behind their own tokens is computed and means nothing.
@@ -126,9 +136,10 @@ def check_drafts(
     with device.use(both):
         count = split.max_items(rows, kv_heads, in_e4m3)
         items = np.zeros((count, split.ITEM_WORDS), np.int32)
-        split.split_rows(planned, slots, count, items, q_lens=fed)
+        most = split.planned_window(window, max(2, queries - 1))
+        split.split_rows(planned, slots, count, items, most, fed)
         behind = items[:, 1] >= lens[items[:, 0]]
-        assert (items[:, 4] > 1).any() and (behind & (items[:, 0] >= 0)).any()
+        assert window or ((items[:, 4] > 1).any() and (behind & (items[:, 0] >= 0)).any())
         device_ = torch.device("cpu")
         space = triton_decode.DecodeWorkspace(rows, count * queries, heads, kv_heads, dim, device_)
         space.out.fill_(float("nan"))
@@ -145,9 +156,10 @@ def check_drafts(
             native=False,
             rows=rows,
             lengths=split.Lengths(on_device, queries, ahead, ragged),
+            window=window,
         )
     wide = tuple(elements.double() * scale for elements, scale in zip(cache, scales, strict=True))
-    reference = TorchPagedAttention(KVCache.over([wide]), heads)
+    reference = TorchPagedAttention(KVCache.over([wide]), heads, window)
     assert out.isfinite().all()
     for row, (place, count) in enumerate(zip(places.tolist(), fed.tolist(), strict=True)):
         one, own = slice(row, row + 1), slice(place, place + count)
@@ -239,5 +251,7 @@ if __name__ == "__main__":
     ]:
         check_drafts(2 * group, 2, queries, ragged, in_e4m3)
     check_drafts(8, 2, 1, False, False, ahead=3)
+    for queries, ragged, window in [(1, False, 100), (4, True, 3), (4, False, 130), (3, True, 130)]:
+        check_drafts(8, 2, queries, ragged, window == 3, window=window)
     for shape in SHAPES:
         check(64, 8, 2, *shape, [1, 200])

@@ -355,16 +355,14 @@ def test_chosen_sizes_leave_the_gated_kernel_alone():
     [
         (["--tokens", "32,16"], "32,16: the numbers should rise"),
         (["--tokens", "0"], "should be a whole number from 1"),
-        (
-            ["--fp8-blocks", "--tokens", "16"],
-            r"is for weights without scales of 128x128 blocks; leave it out",
-        ),
+        (["--fp8-blocks", "--tokens", "16"],
+         r"is for weights without scales of 128x128 blocks; leave it out"),
         (["--decode-attention", "e4m3", "--tokens", "16"], r"--tokens is for products of whole weights"),
         (["--layers", "9"], r"--layers 9: the model has 2"),
         (["--tensor-parallel-size", "8"], "tensor_parallel_size=8 should divide num_attention_heads"),
         (["--tensor-parallel-size", "3"], "invalid choice: 3"),
     ],
-)
+)  # fmt: skip
 def test_the_command_refuses_what_it_cannot_measure(arguments, message, tmp_path, capsys, monkeypatch):
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 128}
     small = bundled(**SMALL, num_hidden_layers=2, **sizes)

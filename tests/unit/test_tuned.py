@@ -127,17 +127,12 @@ def test_a_device_that_nobody_has_measured_takes_cublas():
     ("name", "capability", "sms", "expected", "said"),
     [
         ("NVIDIA GH200 480GB", (9, 0), 132, "NVIDIA H200", "using those of the NVIDIA H200 (same chip)"),
-        (
-            "NVIDIA H100 PCIe",
-            (9, 0),
-            114,
-            "any other",
-            "no tuned values for NVIDIA H100 PCIe: using cuBLAS for products",
-        ),
+        ("NVIDIA H100 PCIe", (9, 0), 114, "any other",
+         "no tuned values for NVIDIA H100 PCIe: using cuBLAS for products"),
         ("NVIDIA B200", (10, 0), 132, "any other", "using cuBLAS for products"),
         ("NVIDIA H100 80GB HBM3", (9, 0), 132, "NVIDIA H100 80GB HBM3", ""),
     ],
-)
+)  # fmt: skip
 def test_a_device_without_numbers_takes_those_of_its_processor(
     name, capability, sms, expected, said, monkeypatch, caplog
 ):
@@ -222,16 +217,11 @@ def test_files_are_as_they_would_be_written(path, tmp_path):
         ('[16, {"tokens"', '[4, {"tokens"', r"steps should rise, not be \[8, 4"),
         ('[32, {"tokens"', '[-1, {"tokens"', "Expected `int` >= 0"),
         ('"cublasLt"', '"lt"', "Invalid enum value 'lt'"),
-        (
-            "[null, {",
-            "[2000, {",
-            r"last step of decode_attention.* should have null for its tokens: all more",
-        ),
-        (
-            '[\n      {\n        "shape": null',
-            '[\n      {"shape": null, "steps": []},\n      {\n        "shape": null',
-            "linear.qkv should have one entry a shape",
-        ),
+        ("[null, {", "[2000, {",
+         r"last step of decode_attention.* should have null for its tokens: all more"),
+        ('[\n      {\n        "shape": null',
+         '[\n      {"shape": null, "steps": []},\n      {\n        "shape": null',
+         "linear.qkv should have one entry a shape"),
         ('"block": 64', '"block": 48', "block should be a power of two of at least 16, not 48"),
         ('"prefetch": 16', '"prefetch": 24', "prefetch should be a power of two of at least 0, not 24"),
         ('"programs_per_sm": 2', '"programs_per_sm": 0', "programs_per_sm should be at least 1, not 0"),
@@ -242,7 +232,7 @@ def test_files_are_as_they_would_be_written(path, tmp_path):
         ('"shape": null', '"shape": [1]', "length 2"),
         ("{", "", "Expected `object`"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_file_is_refused_by_name(tmp_path, old, new, message):
     text = (tuned.FOLDER / "nvidia-h200.json").read_text()
     assert old in text

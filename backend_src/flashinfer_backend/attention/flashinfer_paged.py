@@ -73,6 +73,7 @@ class FlashInferAttention:
         check_variants(self._scores, window, head_dim, decode_backend)
         soft_cap = self._scores[0].soft_cap is not None
         self._window = window
+        self._planned_window = split.planned_window(window, 0 if most_drafts is None else most_drafts(1))
         self.layers = cache.layers
         self._scales = [shape.scales_of(layer) for layer in range(shape.num_layers)]
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
@@ -214,7 +215,7 @@ class FlashInferAttention:
             how = self._scores[layer]
             triton_decode.decode(
                 q, cache, out, call.items, call.table, self.workspace, how.scale, scales,
-                soft_cap=how.soft_cap, sinks=how.sinks, rows=rows, lengths=call.lengths,
+                soft_cap=how.soft_cap, sinks=how.sinks, rows=rows, lengths=call.lengths, window=self._window,
             )  # fmt: skip
 
     def _plan_prefill(self, batch: AttentionBatch, first: int) -> Call:
@@ -239,7 +240,7 @@ class FlashInferAttention:
         self, kv_lens: np.ndarray, slots: np.ndarray, items: np.ndarray, q_lens: np.ndarray | None = None
     ) -> None:
         """The Triton kernel's work for decode rows, to int32 [n, ITEM_WORDS]."""
-        split.split_rows(kv_lens, slots, len(items), items, self._window, q_lens)
+        split.split_rows(kv_lens, slots, len(items), items, self._planned_window, q_lens)
 
     def plan_items(
         self, kv_lens: np.ndarray, slots: np.ndarray, items: Tensor, q_lens: np.ndarray | None = None

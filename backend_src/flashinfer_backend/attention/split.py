@@ -57,6 +57,15 @@ def most_items(rows: int, num_kv_heads: int, fp8: bool) -> int:
     return max(max_items(some, num_kv_heads, fp8) for some in (*below, rows))
 
 
+def planned_window(window: int | None, drafts: int) -> int | None:
+    """Of the upper bounds that the host has of rows with up to `drafts` drafts, a window that surely has all
+    that their queries see: those of the step before may all be wrong, a row's first query stands before its
+    drafts, and the bounds count as many keys again that a proposer looks at. A row's first part has keys of
+    each query, which the kernel relies on."""
+    assert 3 * drafts < _CHUNK
+    return None if window is None else window + 3 * drafts
+
+
 def split_rows(
     kv_lens: np.ndarray,
     slots: np.ndarray,

@@ -2,8 +2,9 @@
 """Decode attention in Triton: a few query tokens per row over the paged cache, long rows split in chunks.
 
 Of a row with drafts, the query heads of all its tokens that share a key/value head are rows of one product.
-Its length is known on the device alone (`Lengths`): the host plans for an upper bound. A chunk behind the
-real end adds nothing, nor does one whose keys a query does not see: its peak is -inf and its sum 0.
+Its length is known on the device alone (`Lengths`): the host plans for an upper bound, and with a window from
+a lower one on. A chunk outside of what is there adds nothing, nor does one whose keys a query does not see:
+its peak is -inf and its sum 0.
 
 A cache of e4m3 has a scale for keys, which is a part of the scale of the scores, and one for values, by which
 the result is multiplied. Its elements become float16, which is exact and takes a quarter of the instructions
@@ -123,7 +124,7 @@ def _decode(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, FEEDS: tl.constexpr, RAGGED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
     PREFETCH: tl.constexpr, QUERIES: tl.constexpr, MERGE: tl.constexpr, SMALLER: tl.constexpr,
-    NATIVE: tl.constexpr,
+    NATIVE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     # Items and table were complete before the previous kernel started (what writes them lets nothing start
     # before it has ended); q, and the newest token's key and value, are that kernel's.
@@ -146,6 +147,8 @@ def _decode(
         # This too was written before the previous kernel started. The length of padding is 0.
         length = tl.maximum(tl.load(lengths + slot) + ahead, 1)
         end = tl.minimum(end, length)
+        if WINDOW:  # blocks that no query sees may be those of another row by now
+            start = tl.maximum(start, length - fed + 1 - WINDOW)
     TOKEN: tl.constexpr = KV_HEADS * DIM
     BYTES: tl.constexpr = k_cache.dtype.element_ty.primitive_bitwidth // 8
     GROUP_SIZE: tl.constexpr = HEADS // KV_HEADS
@@ -203,6 +206,8 @@ def _decode(
             score = tl.where(valid[None, :], score, float("-inf"))
         else:
             score = tl.where(index[None, :] < tl.minimum(sees, end)[:, None], score, float("-inf"))
+            if WINDOW:
+                score = tl.where(index[None, :] >= (sees - WINDOW)[:, None], score, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(score, axis=1))
         highest = new_peak
         if FEEDS > 1:  # no NaN of a query that has seen no key yet
@@ -274,13 +279,15 @@ def decode(
     sinks: Tensor | None = None,
     rows: int | None = None,
     lengths: Lengths | None = None,
+    window: int | None = None,
 ) -> None:
     """q, out [tokens, Hq, D]; cache (K, V) each [blocks, P, Hkv, D], in q's type or in e4m3, whose elements
     times kv_scales are keys and values; items int32 [n, ITEM_WORDS] on the device; table int32 [slots,
     columns], the blocks of each slot that the items name. native: with what a GPU alone has, and Triton's
     interpreter does not know. soft_cap, sinks float32 [Hq]: as in contract.Scores. rows: as many as the items
     are of; by default one a token. lengths: where rows end, if they end before the items say so, or have
-    several query tokens.
+    several query tokens. window: the latest tokens that a query sees, its own included, where the items do
+    not begin with them because of `lengths`; None: all.
     """
     k_cache, v_cache = cache
     in_e4m3 = k_cache.dtype == E4M3
@@ -327,6 +334,7 @@ def decode(
         MERGE=max(1, config.merge // wider),
         SMALLER=_SMALLER if in_e4m3 else 1,
         NATIVE=native,
+        WINDOW=0 if lengths is None or window is None else window,
         num_warps=config.warps,
         # What was measured is for 16 query rows a product.
         maxnreg=config.registers if group == 16 else None,

@@ -15,6 +15,13 @@ def tail_blocks(window: int, block_size: int) -> int:
     return -(-(window - 1) // block_size)
 
 
+def decoding_blocks(tail: int, block_size: int, drafts: int) -> int:
+    """How many blocks a sequence that decodes holds at most: the tail, and those of the tokens behind the
+    last one that has been read. Of these a step that is in flight may have written all of its drafts, or
+    none, and the next one writes as many behind them."""
+    return tail + 1 + -(-(1 + 2 * drafts) // block_size)
+
+
 @dataclass(frozen=True)
 class CacheGroup:
     """Layers whose keys and values lie in the same blocks: one pool of blocks, and one block table.
@@ -38,18 +45,18 @@ class CacheGroup:
         """How many blocks in front of a block its tokens read; None: all."""
         return None if self.window is None else tail_blocks(self.window, self.block_size)
 
-    def needed_blocks(self, slots: int, max_seq_len: int, step_tokens: int) -> int:
-        """The most blocks that `slots` sequences hold at once, of which a step computes `step_tokens`
-        tokens."""
+    def needed_blocks(self, slots: int, max_seq_len: int, step_tokens: int, drafts: int = 0) -> int:
+        """The most blocks that `slots` sequences hold at once, of which a step computes `step_tokens` tokens,
+        and decodes 1 + `drafts` of each."""
         most = -(-max_seq_len // self.block_size)
         if self.tail is None:
             return slots * most
-        # While a sequence decodes: the tail, the block that is written, and the next one.
-        return slots * min(most, self.tail + 2) + step_tokens // self.block_size
+        decoding = decoding_blocks(self.tail, self.block_size, drafts)
+        return slots * min(most, decoding) + step_tokens // self.block_size
 
-    def enough_blocks(self, slots: int, max_seq_len: int, step_tokens: int) -> int:
+    def enough_blocks(self, slots: int, max_seq_len: int, step_tokens: int, drafts: int = 0) -> int:
         """The same, and for cached prefixes of a group with a window."""
-        needed = self.needed_blocks(slots, max_seq_len, step_tokens)
+        needed = self.needed_blocks(slots, max_seq_len, step_tokens, drafts)
         return needed if self.tail is None else int(needed * (1 + CACHED_SHARE))
 
 

@@ -95,18 +95,20 @@ def start(
         for group, cache in zip(state.groups, state.caches, strict=True)
     ]
     snapshots = BlockPool(state.snapshots + 1) if state.states is not None else None
-    manager = KVCacheManager(pools, config.tokens_per_block, config.enable_kv_cache_reuse, snapshots)
+    drafting = runner.drafting
+    drafts = drafting.proposer.count if drafting is not None else 0
+    reuse = config.enable_kv_cache_reuse
+    manager = KVCacheManager(pools, config.tokens_per_block, reuse, snapshots, drafts)
     spec = runner.state.model.spec
     scheduling = device.active().scheduling
     logits_tokens = step_tokens(spec.vocab_size)
-    drafting = runner.drafting
     scheduler = Scheduler(
         config,
         manager,
         spec.eos_token_ids,
         scheduling,
         logits_tokens,
-        drafts=drafting.proposer.count if drafting is not None else 0,
+        drafts=drafts,
         history=drafting is not None and drafting.proposer.history,
         draft_costs=runner.draft_costs,
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from flashinfer_backend.cache.groups import decoding_blocks
 from flashinfer_backend.cache.pool import BlockPool
 from flashinfer_backend.core.request import Held, Request
 from flashinfer_backend.core.step import Feeds, StepPlan, Wants
@@ -137,6 +138,7 @@ class InvariantChecker:
         old = self._owners[slot] is request and self._epoch[slot] == table.epoch[slot]
         begin = int(self._computed[slot]) if old else request.found_blocks * size
         _require(start == begin, f"request {request.handle}: a row starts at {start}, {begin} are computed")
+        first = min(start, int(table.known[slot]) - 1)  # if all drafts that are not read are wrong
         for pool, held in zip(self._scheduler.kv_manager.pools, request.held, strict=True):
             columns = len(held.blocks)
             _require(
@@ -144,8 +146,8 @@ class InvariantChecker:
                 f"request {request.handle}: a row writes {end} tokens to {columns} blocks",
             )
             _require(
-                held.behind <= pool.behind(start // size),
-                f"request {request.handle}: a row that starts at {start} reads blocks before column "
+                held.behind <= pool.behind(first // size),
+                f"request {request.handle}: a row that starts at {first} reads blocks before column "
                 f"{held.behind}, which were given back",
             )
 
@@ -291,7 +293,8 @@ class InvariantChecker:
             columns = int(table.num_blocks[slot])
             _require(needed <= columns <= most, f"{name}: {columns} of {needed} blocks")
             for pool, held in zip(scheduler.kv_manager.pools, request.held, strict=True):
-                right = columns if pool.tail is None else -(-computed // size)
+                chunks = pool.tail is not None and request.handle in prefilling
+                right = -(-computed // size) if chunks else columns
                 blocks = len(held.blocks)
                 _require(blocks == right, f"{name} has {blocks} blocks for {computed} tokens, not {right}")
                 self._check_window(request, pool, held, computed, known)
@@ -329,7 +332,8 @@ class InvariantChecker:
             behind <= most and not any(held.blocks[:behind]),
             f"{name} has given back the blocks before column {behind}, and reads those from {most} on",
         )
-        promise = min(pool.tail + 2, -(-(len(request.prompt) + request.max_new) // size))
+        decoding = decoding_blocks(pool.tail, size, self._scheduler.drafts)
+        promise = min(decoding, -(-(len(request.prompt) + request.max_new) // size))
         right = max(promise, columns - behind)
         _require(
             held.committed == right, f"{name} counts {held.committed} blocks as its own, which are {right}"

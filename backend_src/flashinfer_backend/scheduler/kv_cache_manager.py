@@ -15,6 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
+from flashinfer_backend.cache.groups import decoding_blocks
 from flashinfer_backend.cache.pool import BlockPool
 from flashinfer_backend.core.request import Held, Request
 
@@ -38,15 +39,18 @@ class KVCacheManager:
         block_size: int,
         reuse: bool,
         snapshots: BlockPool | None = None,
+        drafts: int = 0,
     ) -> None:
         """pools: by group, with that of the group without a window, if there is one, before the others.
-        snapshots: of states, where layers keep some, by the key of the last block before each."""
+        snapshots: of states, where layers keep some, by the key of the last block before each. drafts: how
+        many tokens a decode row checks at most besides its own."""
         if not pools or any(pool.tail is None for pool in pools[1:]):
             raise ValueError("a KV cache has one group without a window at most, which is its first")
         self.pools = list(pools)
         self.block_size = block_size
         self.reuse = reuse
         self.snapshots = snapshots
+        self._drafts = drafts
         self.full = pools[0] if pools[0].tail is None else None
         self.events: CacheEvents | None = None
         self.windows = [(group, pool) for group, pool in enumerate(pools) if pool.tail is not None]
@@ -144,7 +148,7 @@ class KVCacheManager:
 
     def open_windows(self, request: Request, end: int, slot: int) -> list[Update]:
         """Give a sequence blocks for its tokens up to `end`, in the groups with windows: those of a chunk
-        that fit_chunk promised, or of its next token."""
+        that fit_chunk promised, or of its next decode row."""
         updates: list[Update] = []
         for group, pool in self.windows:
             blocks = request.held[group].blocks
@@ -188,10 +192,10 @@ class KVCacheManager:
         return named
 
     def _promise(self, request: Request, pool: BlockPool) -> int:
-        """The most blocks that the sequence's decode steps can hold of a group with a window: the tail, the
-        block that is written, and a next one while the step before is in flight."""
+        """The most blocks that the sequence's decode steps can hold of a group with a window."""
         assert pool.tail is not None
-        return min(pool.tail + 2, -(-(len(request.prompt) + request.max_new) // self.block_size))
+        most = -(-(len(request.prompt) + request.max_new) // self.block_size)
+        return min(decoding_blocks(pool.tail, self.block_size, self._drafts), most)
 
     def _commit(self, request: Request, group: int, columns: int) -> None:
         """Count what the sequence will have of a group with a window, with so many `columns`."""

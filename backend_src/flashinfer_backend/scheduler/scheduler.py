@@ -79,8 +79,6 @@ class Scheduler:
         self.blocks_reused = 0  # by every sequence, each time it came to a slot
         self._logits_tokens = logits_tokens if config.enable_chunked_context else None
         self.drafts = drafts
-        if drafts and (kv_manager.full is None or kv_manager.windows):
-            raise ValueError("drafts need a cache of one group that keeps all tokens")
         self._history = history
         # By slot: the drafts that the device has behind its last token, and the tokens of its next decode
         # row.
@@ -228,11 +226,12 @@ class Scheduler:
                 request.reserved_blocks -= 1
                 self.reserved_blocks -= 1
         if manager.windows:
-            for slot in needy.tolist():
+            for slot in slots[rows].tolist():
                 request = table.requests[slot]
                 assert request is not None
                 self._leave_behind(request)
-                updates += manager.open_windows(request, int(table.computed[slot]) + 1, slot)
+                end = int(table.computed[slot] + self._row_tokens[slot])
+                updates += manager.open_windows(request, end, slot)
             if manager.full is None:
                 return NO_UPDATES
         opened = np.zeros((len(needy), 4), np.int32)

@@ -136,10 +136,11 @@ class _Parser:
 
     def _repeated(self, part: Node) -> Node:
         token = self._token
-        least, most = {"*": (0, -1), "+": (1, -1), "?": (0, 1)}.get(token, (0, 0))
         if token[0] == "{":
             low, comma, high = token[1:-1].partition(",")
             least, most = int(low), int(high) if high.strip() else -1 if comma else int(low)
+        else:
+            least, most = {"*": (0, -1), "+": (1, -1), "?": (0, 1)}[token]
         if max(least, most) > GRAMMAR.repeats:
             raise self._wrong(self._at, f"a repetition is beyond {GRAMMAR.repeats}; give no limit")
         if -1 < most < least:

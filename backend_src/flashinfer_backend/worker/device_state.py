@@ -285,11 +285,13 @@ class DeviceState:
     def draft_inputs(
         self, slots: torch.Tensor, fed: torch.Tensor, feeds: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What decode rows with drafts feed; see ops.draft_inputs."""
+        """What decode rows with drafts feed; see ops.draft_inputs. cache_locations as those of feed."""
         by_slot = self.last_token, self.drafts, self.lengths
         inputs = self.ops.draft_inputs(slots, fed, feeds, *by_slot, self.block_table, self.block_size)
         self.note_fed_lengths()
-        return inputs
+        ids, owners, *places = inputs
+        ids, positions, locations = self._of_all_groups((ids, *places), owners)
+        return ids, owners, positions, locations
 
     def _of_all_groups(
         self,

@@ -18,8 +18,9 @@ from flashinfer_backend.worker.device_state import MOST_DEFERRED, DeviceState
 
 
 class Fed(NamedTuple):
-    """What a step fed the model, int32 [T] each with its padding; attention of its rows; and the outputs of
-    the proposer's layers, [T, layers * H], where it takes some."""
+    """What a step fed the model, int32 [T] each with its padding, of several cache groups a row of
+    cache_locations each; attention of its rows; and the outputs of the proposer's layers, [T, layers * H],
+    where it takes some."""
 
     tokens: Tensor
     slots: Tensor
@@ -180,7 +181,8 @@ class Drafting:
             tokens=fed.tokens,
             slots=fed.slots,
             positions=fed.positions,
-            cache_locations=fed.cache_locations,
+            # The proposer's layers see all, as those of the first group do.
+            cache_locations=fed.cache_locations.view(-1, len(fed.tokens))[0],
             next_tokens=next_tokens,
             hidden=fed.hidden,
             ends=ends,

@@ -194,6 +194,9 @@ def call_operations(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) 
     varied = any(mixer.variant for mixer in model.attentions)  # which take FA2
     if config.attention_backend in ("auto", "triton") and not varied:
         most, fp8_cache = config.max_num_seqs, stored == E4M3
+        mixers, windows = model.attentions, model.windows(config.max_seq_len)
+        kinds = {(m.soft_cap, m.sinks, window) for m, window in zip(mixers, windows, strict=True)}
+        kinds |= {(None, False, None)} if config.draft_model != "none" else set()  # of a head
         before = 0
         for rows in sorted({min(limit or most, most) for limit, _ in split.config_steps(fp8_cache)}):
             items = split.max_items(rows, kv_heads, fp8_cache)
@@ -203,9 +206,20 @@ def call_operations(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) 
             if drafts:  # of each row alone, and of those that are checked with drafts
                 fed = {1} | {1 + n for r in range(before + 1, rows + 1) for n in draft_counts(r, drafts)}
                 lengths = [split.Lengths(last_token, queries) for queries in sorted(fed)]
-            for ends, cap in itertools.product(lengths, {mixer.soft_cap for mixer in model.attentions}):
+            for ends, (cap, sinks, window) in itertools.product(lengths, kinds):
                 q = empty(rows * (1 if ends is None else ends.queries), heads, dim)
-                triton_decode.decode(q, cache, q, *given, soft_cap=cap, rows=rows, lengths=ends)
+                own = empty(heads, of=torch.float32) if sinks else None
+                triton_decode.decode(
+                    q,
+                    cache,
+                    q,
+                    *given,
+                    soft_cap=cap,
+                    sinks=own,
+                    rows=rows,
+                    lengths=ends,
+                    window=window,
+                )
             before = rows
     if drafts:
         _call_drafts(config, words, table, last_token)

@@ -119,23 +119,19 @@ def start_runner(
             f"the checkpoint is {spec.pooling.what}. It has no use for drafts: set speculative_method=none"
         )
     if make_proposer is not None:
-        if window := min(filter(None, layers), default=None):
-            raise ValueError(
-                f"layers with a sliding window do not check drafts, and some have one of {window} tokens: set"
-                f" speculative_method=none, or max_seq_len to at most {window}"
-            )
         proposer = make_proposer(config, model)
         layers += [None] * proposer.cache_layers
     groups = cache_groups(layers, config.tokens_per_block, _cache_format(config, model, (0,)).bytes_per_block)
     lengths = config.max_seq_len, config.max_num_tokens
-    enough = [group.enough_blocks(config.max_num_seqs, *lengths) for group in groups]
+    drafts = proposer.count if proposer is not None else 0
+    enough = [group.enough_blocks(config.max_num_seqs, *lengths, drafts) for group in groups]
     states, snapshots = None, 0
     if (kept := state_format(model, proposer.count if proposer is not None else 0)) is not None:
         snapshots = model.collectives.minimum(_num_snapshots(config, model, kept, neighbours[shard.rank]))
         states = kept.allocate(config.max_num_seqs + 1 + snapshots, device)
     num_blocks = model.collectives.minimum(_num_blocks(config, model, groups, enough, neighbours[shard.rank]))
     tokens = num_blocks * config.tokens_per_block
-    if num_blocks < groups[0].needed_blocks(1, *lengths):
+    if num_blocks < groups[0].needed_blocks(1, *lengths, drafts):
         log.warning(
             "the KV cache holds %d tokens: max_seq_len is %d instead of %d",
             tokens,

@@ -392,7 +392,11 @@ class Config:
 
     def used_window(self) -> int | None:
         """The same of families that have one only where use_sliding_window says so."""
-        return self.window() if self.flag("use_sliding_window") else None
+        if not self.flag("use_sliding_window"):
+            return None
+        if self.raw.get("sliding_window") == 0:  # as transformers writes it for none
+            raise ValueError("use_sliding_window is true, but sliding_window is 0; set the window's length")
+        return self.window()
 
     def windows(self, window: int | None, first: int = 0) -> list[int | None]:
         """Each layer's by layer_types, or without them from layer `first` on."""

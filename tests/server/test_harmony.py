@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPT-OSS through both doors: a model that has learnt its answers, with reasoning and calls as Harmony writes
+them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from running import BothDoors, both_running, build_repository
+
+from harmony_model import ARGUMENTS, CHATS, RAIN, SUM, THOUGHT, Chat, function, harmony_model
+
+ENDS = ("<|return|>", "<|call|>")
+# Reasoning, content, calls and why the answer ended.
+READ: dict[str, tuple[str, str, list[tuple[str, str]], str]] = {
+    "high": ("The user wants a sum.", "It is four.", [], "stop"),
+    "low": ("", "Four.", [], "stop"),
+    "call": (THOUGHT, "", [("weather", ARGUMENTS)], "tool_calls"),
+    "result": ("", "Yes, it rains.", [], "stop"),
+    "preamble": ("", "I ask the clock.", [("now", "{}")], "tool_calls"),
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothDoors]:
+    """Texts of the ensemble hold special tokens, which a client of Harmony reads itself."""
+    folder = tmp_path_factory.mktemp("harmony")
+    knobs = ("skip_special_tokens=false", "llm_instance_count=1")
+    repository = build_repository(folder, *knobs, models={"gpt-oss": harmony_model(folder)}, kv_tokens=4096)
+    with both_running(repository, folder) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def client(server: BothDoors) -> Iterator[openai.OpenAI]:
+    url = f"http://127.0.0.1:{server.openai_port}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, _strict_response_validation=True) as made:
+        yield made
+
+
+def body(chat: Chat, **more: Any) -> dict[str, Any]:
+    if chat.tools:
+        more["tools"] = list(chat.tools)
+    if chat.effort:
+        more["reasoning_effort"] = chat.effort
+    return {"model": "gpt-oss", "messages": chat.messages, "max_tokens": 80, "temperature": 0.0} | more
+
+
+@pytest.mark.parametrize("name", CHATS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_chats(client: openai.OpenAI, name: str, stream: bool) -> None:
+    """Answers end with <|return|> or <|call|>, as nothing is learnt behind them."""
+    asked = body(CHATS[name], stream=stream)
+    if not stream:
+        (choice,) = client.chat.completions.create(**asked).choices
+        message = choice.message.to_dict()
+        calls = [(call["function"]["name"], call["function"]["arguments"])
+                 for call in message.get("tool_calls") or []]  # type: ignore[attr-defined]  # fmt: skip
+        texts = [message.get(part) or "" for part in ("reasoning_content", "content")]
+        assert (*texts, calls, choice.finish_reason) == READ[name]
+        return
+    reasoning, content, found, finish = "", "", [], ""
+    for chunk in client.chat.completions.create(**asked):
+        delta = chunk.choices[0].delta.to_dict()
+        reasoning += delta.get("reasoning_content") or ""
+        content += delta.get("content") or ""
+        for call in delta.get("tool_calls") or []:
+            if call["index"] == len(found):
+                found.append([call["function"]["name"], ""])
+            found[-1][1] += call["function"].get("arguments") or ""
+        finish = chunk.choices[0].finish_reason or finish
+    assert (reasoning, content, [tuple(call) for call in found], finish) == READ[name]
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_the_ensemble_gives_the_same_as_text(server: BothDoors, name: str) -> None:
+    chat = CHATS[name]
+    asked = {"text_input": chat.prompt, "max_tokens": 80, "exclude_input_in_output": True}
+    status, answer = server.post(asked, "gpt-oss")
+    expected = chat.answer
+    for end in ENDS:
+        expected = expected.removesuffix(end)
+    assert (status, answer["text_output"]) == (200, expected)
+    parts = server.post({**asked, "stream": True}, "gpt-oss", stream=True)
+    assert "".join(part["text_output"] for part in parts) == expected and len(parts) > 1
+
+
+def test_responses_have_items_for_reasoning_and_calls(client: openai.OpenAI) -> None:
+    tools = [{"type": "function", **tool["function"]} for tool in CHATS["call"].tools]
+    asked: dict[str, Any] = {"model": "gpt-oss", "tools": tools, "temperature": 0.0}
+    first = client.responses.create(input=RAIN, **asked)  # type: ignore[call-overload]
+    reasoning, call = first.output
+    assert reasoning.type == "reasoning" and reasoning.content[0].text == THOUGHT
+    assert (call.type, call.name, call.arguments) == ("function_call", "weather", ARGUMENTS)
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    turns = [*RAIN, reasoning.to_dict(), call.to_dict(), result]
+    assert client.responses.create(input=turns, **asked).output_text == READ["result"][1]  # type: ignore[call-overload]
+    for effort in ("high", "low"):
+        more: dict[str, Any] = {"model": "gpt-oss", "temperature": 0.0, "reasoning": {"effort": effort}}
+        assert client.responses.create(input=SUM, **more).output_text == READ[effort][1]
+
+
+def test_guides(client: openai.OpenAI) -> None:
+    """Strict functions leave the reasoning free; an answer that is JSON is a final message from its begin."""
+    chat = CHATS["call"]
+    strict = function("weather", strict=True, city={"type": "string"})
+    (choice,) = client.chat.completions.create(**body(chat, tools=[strict, *chat.tools[1:]])).choices
+    assert choice.message.tool_calls[0].function.arguments == ARGUMENTS
+    assert choice.message.to_dict()["reasoning_content"] == THOUGHT
+    forced = {"type": "function", "function": {"name": "weather"}}
+    (choice,) = client.chat.completions.create(**body(chat, tool_choice=forced, max_tokens=300)).choices
+    assert choice.message.tool_calls[0].function.name == "weather"
+    schema = {"type": "object", "properties": {"sum": {"enum": [4]}}, "required": ["sum"],
+              "additionalProperties": False}  # fmt: skip
+    form = {"type": "json_schema", "json_schema": {"name": "sum", "schema": schema}}
+    (choice,) = client.chat.completions.create(**body(CHATS["high"], response_format=form)).choices
+    assert json.loads(choice.message.content) == {"sum": 4}
+    assert "reasoning_content" not in choice.message.to_dict()
