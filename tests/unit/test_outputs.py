@@ -10,7 +10,7 @@ import pytest
 
 from flashinfer_backend.core.request import Request
 from flashinfer_backend.core.sampling_params import SamplingParams
-from flashinfer_backend.core.step import Feeds, StepPlan, Wants
+from flashinfer_backend.core.step import Feeds, StepPlan, greedy_plan
 from flashinfer_backend.engine.outputs import accept
 from flashinfer_backend.scheduler.slot_table import SlotTable
 from flashinfer_backend.transport.protocol import (
@@ -38,19 +38,9 @@ def table_of(*params: SamplingParams) -> SlotTable:
 
 
 def plan_of(table: SlotTable) -> StepPlan:
-    rows = len(table.requests)
-    ones = np.ones(rows, np.int32)
-    return StepPlan(
-        slots=np.arange(rows, dtype=np.int32),
-        starts=2 * ones,
-        lengths=ones,
-        feeds=np.full(rows, Feeds.LAST, np.int8),
-        wants=np.full(rows, Wants.NEXT, np.int8),
-        tokens=ones[:0],
-        epochs=table.epoch.copy(),
-        temperature=table.temperature,
-        seed=table.seed,
-        suppressed=-ones,
+    slots = np.arange(len(table.requests), dtype=np.int32)
+    return greedy_plan(
+        slots, 2, 1, Feeds.LAST, epochs=table.epoch.copy(), temperature=table.temperature, seed=table.seed
     )
 
 

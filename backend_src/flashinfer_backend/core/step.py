@@ -167,6 +167,19 @@ class StepPlan:
         return cls(**values)
 
 
+def greedy_plan(slots: np.ndarray, starts: Any, lengths: Any, feeds: Any, **others: Any) -> StepPlan:
+    """Rows of which each wants a greedy next token, where `others` says nothing else; nothing is given."""
+    rows = len(slots)
+    columns: dict[str, Any] = {
+        "wants": np.full(rows, Wants.NEXT, np.int8), "tokens": NONE, "epochs": np.zeros(rows, np.int64),
+        "temperature": np.zeros(rows, np.float32), "seed": np.zeros(rows, np.uint64),
+        "suppressed": np.full(rows, -1, np.int32),
+    }  # fmt: skip
+    starts, lengths = (np.full(rows, each, np.int32) for each in (starts, lengths))
+    feeds = np.full(rows, feeds, np.int8)
+    return StepPlan(slots=slots, starts=starts, lengths=lengths, feeds=feeds, **columns | others)
+
+
 def _array(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes()

@@ -20,25 +20,10 @@ _TILE = 1024
 # What is a part of an upload is aligned as the number of rows is.
 @triton.jit(do_not_specialize=["rows", "padding"], do_not_specialize_on_alignment=["slots", "fed"])
 def _draft_inputs(
-    slots,
-    fed,
-    last_token,
-    drafts,
-    lengths,
-    block_table,
-    input_ids,
-    owners,
-    positions,
-    cache_locations,
-    rows,
-    padding,
-    drafts_stride,
-    table_stride,
-    FEEDS: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    slots, fed, last_token, drafts, lengths, block_table, input_ids, owners, positions, cache_locations, rows,
+    padding, drafts_stride, table_stride,
+    FEEDS: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     place = tl.arange(0, PADDED)[None, :]
     valid = row < rows
@@ -80,26 +65,10 @@ def draft_inputs(
         torch.empty(rows * feeds, dtype=torch.int32, device=slots.device) for _ in range(4)
     )
     _draft_inputs[(triton.cdiv(rows, _ROWS),)](
-        slots,
-        fed,
-        last_token,
-        drafts,
-        lengths,
-        block_table,
-        input_ids,
-        owners,
-        positions,
-        cache_locations,
-        rows,
-        lengths.shape[0] - 1,
-        drafts.stride(0),
-        block_table.stride(0),
-        FEEDS=feeds,
-        PADDED=triton.next_power_of_2(feeds),
-        BLOCK_SIZE=block_size,
-        ROWS=_ROWS,
-        num_warps=1,
-    )
+        slots, fed, last_token, drafts, lengths, block_table, input_ids, owners, positions, cache_locations,
+        rows, lengths.shape[0] - 1, drafts.stride(0), block_table.stride(0),
+        FEEDS=feeds, PADDED=triton.next_power_of_2(feeds), BLOCK_SIZE=block_size, ROWS=_ROWS, num_warps=1,
+    )  # fmt: skip
     return input_ids, owners, positions, cache_locations
 
 
@@ -107,22 +76,9 @@ def draft_inputs(
     do_not_specialize=["rows", "padding"], do_not_specialize_on_alignment=["sampled", "first", "fed", "slots"]
 )
 def _accept(
-    sampled,
-    first,
-    fed,
-    slots,
-    drafts,
-    lengths,
-    last_token,
-    counts,
-    ends,
-    rows,
-    padding,
-    drafts_stride,
-    DRAFTS: tl.constexpr,
-    PADDED: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    sampled, first, fed, slots, drafts, lengths, last_token, counts, ends, rows, padding, drafts_stride,
+    DRAFTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     place = tl.arange(0, PADDED)[None, :]
     valid = row < rows
@@ -154,23 +110,10 @@ def accept(
     rows, most = slots.shape[0], drafts.shape[1]
     counts, ends = (torch.empty(rows, dtype=torch.int32, device=slots.device) for _ in range(2))
     _accept[(triton.cdiv(rows, _ROWS),)](
-        sampled,
-        first,
-        fed,
-        slots,
-        drafts,
-        lengths,
-        last_token,
-        counts,
-        ends,
-        rows,
-        lengths.shape[0] - 1,
+        sampled, first, fed, slots, drafts, lengths, last_token, counts, ends, rows, lengths.shape[0] - 1,
         drafts.stride(0),
-        DRAFTS=most,
-        PADDED=triton.next_power_of_2(most + 1),
-        ROWS=_ROWS,
-        num_warps=1,
-    )
+        DRAFTS=most, PADDED=triton.next_power_of_2(most + 1), ROWS=_ROWS, num_warps=1,
+    )  # fmt: skip
     return counts, ends
 
 
@@ -199,19 +142,9 @@ def note_tokens(noted: Tensor, tokens: Tensor, slots: Tensor, positions: Tensor)
     do_not_specialize_on_alignment=["tokens", "owners", "positions", "slots"],
 )
 def _record_tokens(
-    history,
-    tokens,
-    owners,
-    positions,
-    slots,
-    lengths,
-    last_token,
-    count,
-    rows,
-    first_rows,
-    stride,
+    history, tokens, owners, positions, slots, lengths, last_token, count, rows, first_rows, stride,
     TOKENS: tl.constexpr,
-):
+):  # fmt: skip
     program = tl.program_id(0)
     index = program * TOKENS + tl.arange(0, TOKENS)
     if program < first_rows:
@@ -237,18 +170,9 @@ def record_tokens(
     count, rows = fed[0].shape[0], slots.shape[0]
     first_rows = triton.cdiv(count, _TOKENS)
     _record_tokens[(first_rows + triton.cdiv(rows, _TOKENS),)](
-        history,
-        *fed,
-        slots,
-        lengths,
-        last_token,
-        count,
-        rows,
-        first_rows,
-        history.stride(0),
-        TOKENS=_TOKENS,
-        num_warps=4,
-    )
+        history, *fed, slots, lengths, last_token, count, rows, first_rows, history.stride(0),
+        TOKENS=_TOKENS, num_warps=4,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
@@ -306,16 +230,8 @@ def ngram_drafts(
         history, slots, lengths, best, stride, spans, MOST=most, LEAST=least, SPAN=_SPAN, TILE=_TILE
     )  # fmt: skip
     _continue_match[(rows,)](
-        history,
-        slots,
-        lengths,
-        best,
-        drafts,
-        stride,
-        spans,
-        COUNT=count,
-        PADDED=triton.next_power_of_2(count),
-        PADDED_SPANS=triton.next_power_of_2(spans),
+        history, slots, lengths, best, drafts, stride, spans,
+        COUNT=count, PADDED=triton.next_power_of_2(count), PADDED_SPANS=triton.next_power_of_2(spans),
         num_warps=1,
-    )
+    )  # fmt: skip
     return drafts

@@ -18,10 +18,7 @@ def prefetch_rows(
     address = weight + (row + index // PIECES).to(tl.int64) * stride + column
     address += (index % PIECES) * (ROW_BYTES // BYTES // PIECES)
     tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; // $0",
-        "=r,l,r",
-        [address.to(tl.int64), tl.full([ROWS * PIECES], ROW_BYTES // PIECES, tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+        "cp.async.bulk.prefetch.L2.global [$1], $2; // $0", "=r,l,r",
+        [address.to(tl.int64), tl.full([ROWS * PIECES], ROW_BYTES // PIECES, tl.int32)], dtype=tl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip

@@ -80,8 +80,7 @@ class InvariantChecker:
             np.array_equal(plan.epochs, table.epoch[plan.sample_slots]), "a plan names epochs that are over"
         )
         _require(
-            np.array_equal(table.computed[slots], ends),
-            "what a plan computes is not booked as computed",
+            np.array_equal(table.computed[slots], ends), "what a plan computes is not booked as computed"
         )
         self._enter_blocks(plan)
         ends_of_tokens = np.cumsum(plan.lengths * given)

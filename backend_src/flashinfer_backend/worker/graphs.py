@@ -31,7 +31,7 @@ import torch
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.contract import Captured, Prepared, StepShape
 from flashinfer_backend.core.draft_counts import SIZES, draft_counts, drafted_shapes
-from flashinfer_backend.core.step import NONE, Feeds, StepPlan, Wants
+from flashinfer_backend.core.step import NONE, Feeds, StepPlan, Wants, greedy_plan
 from flashinfer_backend.models.transformer import Stream, Taps
 from flashinfer_backend.ops.weight import Chosen
 from flashinfer_backend.worker.device_state import DeviceState
@@ -567,19 +567,8 @@ class MixedGraphs:
 
 def _decodes(slots: np.ndarray, lengths: np.ndarray) -> StepPlan:
     """Greedy decode rows of as many tokens, of sequences without any in the cache."""
-    rows = len(slots)
-    return StepPlan(
-        slots=slots,
-        starts=np.zeros(rows, np.int32),
-        lengths=lengths,
-        feeds=np.where(lengths > 1, Feeds.LAST_AND_DRAFTS, Feeds.LAST),
-        wants=np.where(lengths > 1, Wants.NEXT_OF_EACH, Wants.NEXT),
-        tokens=NONE,
-        epochs=np.zeros(rows, np.int64),
-        temperature=np.zeros(rows, np.float32),
-        seed=np.zeros(rows, np.uint64),
-        suppressed=np.full(rows, -1, np.int32),
-    )
+    feeds = np.where(lengths > 1, Feeds.LAST_AND_DRAFTS, Feeds.LAST)
+    return greedy_plan(slots, 0, lengths, feeds, wants=np.where(lengths > 1, Wants.NEXT_OF_EACH, Wants.NEXT))
 
 
 def replay_seconds(replay: Callable[[], object]) -> float:

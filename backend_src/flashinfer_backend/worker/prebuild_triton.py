@@ -166,18 +166,10 @@ def call_operations(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) 
     qkv = empty(4, mixer.qkv.shape[0])[:, : (heads + 2 * kv_heads) * dim]
     for rotated in {each.rope.dim if each.rope else 0 for each in model.attentions}:
         rope_and_store(
-            qkv,
-            words(4),
-            empty(config.max_seq_len, rotated, of=torch.float32),
-            *cache,
-            words(4),
-            norm,
-            norm,
-            model.norm_eps,
-            heads,
-            kv_heads,
+            qkv, words(4), empty(config.max_seq_len, rotated, of=torch.float32), *cache, words(4), norm, norm,
+            model.norm_eps, heads, kv_heads,
             norm_rotated=mixer.qk_norm == "rotated",
-        )
+        )  # fmt: skip
     table = words(config.max_num_seqs + 1, -(-config.max_seq_len // block))
     last_token = words(config.max_num_seqs + 1)
     step_inputs(words(4), last_token, last_token, table, block, new_blocks=words(4))
@@ -210,16 +202,9 @@ def call_operations(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) 
                 q = empty(rows * (1 if ends is None else ends.queries), heads, dim)
                 own = empty(heads, of=torch.float32) if sinks else None
                 triton_decode.decode(
-                    q,
-                    cache,
-                    q,
-                    *given,
-                    soft_cap=cap,
-                    sinks=own,
-                    rows=rows,
-                    lengths=ends,
-                    window=window,
-                )
+                    q, cache, q, *given,
+                    soft_cap=cap, sinks=own, rows=rows, lengths=ends, window=window,
+                )  # fmt: skip
             before = rows
     if drafts:
         _call_drafts(config, words, table, last_token)
@@ -306,14 +291,9 @@ def _call_fp8_product(product: Product, model: ModelSpec, empty: Callable[..., T
             few = empty(tokens or MANY, inner)
             if tiling.quantise and static is None:
                 linear(
-                    few,
-                    weight,
-                    tiling,
-                    norm.weight if norm else None,
-                    norm.eps if norm else 0.0,
-                    scales=(None, scales),
-                    **behind(len(few)),
-                )
+                    few, weight, tiling, norm.weight if norm else None, norm.eps if norm else 0.0,
+                    scales=(None, scales), **behind(len(few)),
+                )  # fmt: skip
             else:
                 elements, x_scales = triton_fp8.quantise_rows(few, static, norm)
                 linear(elements, weight, tiling, scales=(x_scales, scales), **behind(len(few)))

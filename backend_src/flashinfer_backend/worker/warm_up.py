@@ -16,7 +16,7 @@ import numpy as np
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.progress import telling
 from flashinfer_backend.core.sampling_params import SamplingParams
-from flashinfer_backend.core.step import NONE, Feeds, NewSequence, StepPlan, Wants
+from flashinfer_backend.core.step import Feeds, NewSequence, StepPlan, Wants, greedy_plan
 from flashinfer_backend.worker.runner import Runner
 
 log = logging.getLogger(__name__)
@@ -106,18 +106,12 @@ def _rows(
 ) -> StepPlan:
     """Decode rows behind PROMPT, and prompts of zeros; from slot `first` on."""
     rows = decodes + len(starts)
-    feeds = np.array([Feeds.LAST] * decodes + [Feeds.GIVEN] * len(starts), np.int8)
-    return StepPlan(
-        slots=first + np.arange(rows, dtype=np.int32),
-        starts=np.array([len(PROMPT)] * decodes + starts, np.int32),
-        lengths=np.array([1] * decodes + lengths, np.int32),
-        feeds=feeds,
-        wants=np.full(rows, Wants.NEXT, np.int8),
+    return greedy_plan(
+        first + np.arange(rows, dtype=np.int32),
+        [len(PROMPT)] * decodes + starts,
+        [1] * decodes + lengths,
+        [Feeds.LAST] * decodes + [Feeds.GIVEN] * len(starts),
         tokens=np.zeros(sum(lengths), np.int32),
-        epochs=np.zeros(rows, np.int64),
-        temperature=np.zeros(rows, np.float32),
-        seed=np.zeros(rows, np.uint64),
-        suppressed=np.full(rows, -1, np.int32),
         following=np.full(len(starts), -1, np.int32),
         adapted=adapted,
     )
@@ -160,18 +154,7 @@ def _decodes(rows: int, params: SamplingParams, suppressed: int, freed: list[int
     stateful = slots if params.stateful else slots[:0]
     tokens = np.array(PROMPT, "<i4").tobytes()
     new = [NewSequence(slot + 1, slot, 0, params, len(PROMPT), tokens) for slot in stateful.tolist()]
-    return StepPlan(
-        slots=slots,
-        starts=np.full(rows, len(PROMPT), np.int32),
-        lengths=np.ones(rows, np.int32),
-        feeds=np.full(rows, Feeds.LAST, np.int8),
-        wants=np.full(rows, Wants.NEXT, np.int8),
-        tokens=NONE,
-        epochs=np.zeros(rows, np.int64),
-        temperature=np.full(rows, params.temperature, np.float32),
-        seed=np.zeros(rows, np.uint64),
-        suppressed=np.full(rows, suppressed, np.int32),
-        stateful=stateful,
-        new=new,
-        freed=freed if freed is not None else list(range(1, rows + 1)),
-    )
+    temperature = np.full(rows, params.temperature, np.float32)
+    freed = freed if freed is not None else list(range(1, rows + 1))
+    unlike = {"temperature": temperature, "suppressed": np.full(rows, suppressed, np.int32)}
+    return greedy_plan(slots, len(PROMPT), 1, Feeds.LAST, stateful=stateful, new=new, freed=freed, **unlike)
