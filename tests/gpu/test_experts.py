@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from comparing import compare_engines
 from compilations import watch
 from msgspec.structs import replace
 from test_engine import SETTINGS, SIZES
-from test_fp8 import assert_close, compare_engines
+from test_fp8 import SETTINGS as SMALL
+from test_fp8 import assert_close
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -164,7 +166,7 @@ def test_engines(layout, kind, tmp_path):
         layout, kind, tmp_path / "model", **sizes, **(EXPERTS if "moe" in kind else {})
     )
     knobs = {"quantization": "fp8"} if layout == "on-load" else {}
-    compare_engines(f"{layout}, {kind}", checkpoint, knobs, tmp_path, factor=2.5)
+    compare_engines(f"{layout}, {kind}", checkpoint, SMALL | knobs, tmp_path, factor=2.5)
 
 
 OTHERS = ["gpt-oss", "gpt-oss in MXFP4", "qwen2-moe", "qwen3-moe in 4 bits"]
@@ -181,10 +183,11 @@ def test_engines_of_other_families(kind, tmp_path):
         served = folder = make_checkpoint(kind, tmp_path / "model", **sizes, **EXPERTS)
     else:
         sizes |= {"head_dim": 128, "moe_intermediate_size": 256}
-        compare_engines(kind, make_int4("awq", "qwen3-moe", tmp_path / "model", **sizes), {}, tmp_path, 2.5)
+        checkpoint = make_int4("awq", "qwen3-moe", tmp_path / "model", **sizes)
+        compare_engines(kind, checkpoint, SMALL, tmp_path, 2.5)
         return
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    compare_engines(kind, Quantised(served, model), {}, tmp_path, 2.5)
+    compare_engines(kind, Quantised(served, model), SMALL, tmp_path, 2.5)
 
 
 def test_widths_that_the_kernels_do_not_have_are_refused(tmp_path):

@@ -10,13 +10,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from compilations import watch
+from comparing import compare_engines, microseconds
 from msgspec.structs import replace
 
 from engine.harness import serve, start_core
@@ -25,7 +24,7 @@ from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.core.tuned import BlockTile, Entry, Tiling, Tuned
 from flashinfer_backend.ops import device, fp8, tilings, torch_ops
 from flashinfer_backend.ops.weight import Weight
-from quantised import Quantised, make_quantised
+from quantised import make_quantised
 from tables import entries
 
 pytestmark = [
@@ -438,7 +437,7 @@ def test_products_in_a_graph(format):
 def test_engine(layout, kind, tmp_path):
     checkpoint = make_quantised(layout, kind, tmp_path / "model", **SIZES)
     knobs: dict[str, Any] = {"quantization": "fp8"} if layout == "on-load" else {}
-    compare_engines(f"{layout} {kind}", checkpoint, knobs, tmp_path)
+    compare_engines(f"{layout} {kind}", checkpoint, SETTINGS | knobs, tmp_path)
 
 
 @pytest.mark.parametrize("fewest", [1, 24])
@@ -448,39 +447,7 @@ def test_engine_with_blocks_by_cublas(kind, fewest, tmp_path):
     sizes = SIZES | {"hidden_size": 640, "intermediate_size": 1152}
     checkpoint = make_quantised("blocks", kind, tmp_path / "model", **sizes)
     with blocks_by_cublas(fewest):
-        compare_engines(f"blocks by cuBLAS from {fewest} on, {kind}", checkpoint, {}, tmp_path)
-
-
-def compare_engines(
-    name: str, checkpoint: Quantised, knobs: dict[str, Any], tmp_path: Path, factor: float = 1.5
-) -> None:
-    """Nothing compiles after start. Tokens are as near to the best ones, in the context that was produced, as
-    those of the same engine in plain torch: a bit of bfloat16 decides over roundings to e4m3 there, too.
-    factor: by how much they may be farther on average."""
-    generator = torch.Generator().manual_seed(3)
-    lengths = torch.randint(1, 150, (12,), generator=generator).tolist()
-    prompts = [torch.randint(3, 250, (n,), generator=generator).tolist() for n in lengths]
-
-    def shortfalls(backend: str) -> torch.Tensor:
-        """Of each token's logit, below the best one's by the format's float64 model."""
-        with watch() as found:
-            core = start_core(checkpoint.folder, **SETTINGS, **knobs, attention_backend=backend)
-            found.clear()
-            with serve(core, tmp_path / backend) as client:
-                produced = client.generate(prompts, SamplingParams(max_tokens=24, temperature=0.0))
-            assert backend == "torch" or not (found.triton or found.loaded or found.built), found
-        short = []
-        for prompt, tokens in zip(prompts, produced, strict=True):
-            logits = checkpoint.logits(prompt + tokens)[len(prompt) - 1 : -1]
-            short.append(logits.amax(-1) - logits[range(len(tokens)), tokens])
-        return torch.cat(short)
-
-    ours, plain = shortfalls("auto"), shortfalls("torch")
-    for which, short in (("kernels", ours), ("torch", plain)):
-        best = (short == 0).double().mean()
-        print(f"{name} {which}: {best:.3f} best, on average {short.mean():.4f} short")
-    assert (ours == 0).double().mean() > (plain == 0).double().mean() - 0.1
-    assert ours.mean() < factor * plain.mean() + 0.01
+        compare_engines(f"blocks by cuBLAS from {fewest} on, {kind}", checkpoint, SETTINGS, tmp_path)
 
 
 def test_what_the_kernels_do_not_compute_is_refused(tmp_path):
@@ -499,25 +466,6 @@ def test_kv_cache_in_fp8_in_plain_torch(tmp_path):
         (tokens,) = client.generate([prompt], SamplingParams(max_tokens=8, temperature=0.0))
     logits = checkpoint.logits(prompt + tokens, fp8_cache=True)[len(prompt) - 1 : -1]
     assert (logits.amax(-1) - logits[range(8), tokens]).max() < 0.5
-
-
-def microseconds(work: Callable[[int], object], copies: int) -> float:
-    """Of one call in a CUDA graph that goes through `copies` weights, so that none is in L2."""
-    for i in range(copies):
-        work(i)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(copies):
-            work(i)
-    graph.replay()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    for _ in range(20):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) * 1000 / 20 / copies
 
 
 def test_times() -> None:

@@ -7,21 +7,19 @@ and engines with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from compilations import watch
+from comparing import compare_engines, microseconds
 
-from engine.harness import serve, start_core
+from engine.harness import start_core
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.contract import StepShape
 from flashinfer_backend.attention.copies import has_fa3
 from flashinfer_backend.attention.torch_paged import TorchPagedAttention
 from flashinfer_backend.cache.device import KVCache
-from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.ops import fp8, torch_ops
 from quantised import make_quantised
 
@@ -337,63 +335,25 @@ def test_needles_are_found_in_32k_tokens(kind):
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 @pytest.mark.parametrize("layout", ["modelopt", "dense"])
 def test_engine(layout, kind, tmp_path):
-    """Nothing compiles after start. Tokens are as near to the best ones, in the context that was produced, as
-    those of the same engine in plain torch."""
     checkpoint = make_quantised(layout, kind, tmp_path / "model", kv_scales=layout == "modelopt", **SIZES)
-    generator = torch.Generator().manual_seed(3)
-    lengths = torch.randint(1, 230, (12,), generator=generator).tolist()  # of 256 positions
-    prompts = [torch.randint(3, 250, (n,), generator=generator).tolist() for n in lengths]
 
-    def shortfalls(backend: str) -> torch.Tensor:
-        with watch() as found:
-            core = start_core(checkpoint.folder, **SETTINGS, attention_backend=backend)
-            assert core.runner.state.kv_cache.layers[0][0].dtype == fp8.E4M3
-            if backend == "auto" and torch.cuda.get_device_capability()[0] == 9:
-                # Prompts take FA3 over copies, and steps with prompts are whole graphs.
-                attention, graphs = core.runner.state.attention, core.runner.mixed_graphs
-                assert attention._copies is not None and graphs is not None and graphs._full
-            found.clear()
-            with serve(core, tmp_path / backend) as client:
-                produced = client.generate(prompts, SamplingParams(max_tokens=24, temperature=0.0))
-                # Again, with what the cache has of the prompts.
-                produced += client.generate(prompts, SamplingParams(max_tokens=24, temperature=0.0))
-            assert backend == "torch" or not (found.triton or found.loaded or found.built), found
-        short = []
-        for prompt, tokens in zip(prompts * 2, produced, strict=True):
-            logits = checkpoint.logits(prompt + tokens, fp8_cache=True)[len(prompt) - 1 : -1]
-            short.append(logits.amax(-1) - logits[range(len(tokens)), tokens])
-        return torch.cat(short)
+    def started(backend: str, core: Any) -> None:
+        assert core.runner.state.kv_cache.layers[0][0].dtype == fp8.E4M3
+        if backend == "auto" and torch.cuda.get_device_capability()[0] == 9:
+            # Prompts take FA3 over copies, and steps with prompts are whole graphs.
+            attention, graphs = core.runner.state.attention, core.runner.mixed_graphs
+            assert attention._copies is not None and graphs is not None and graphs._full
 
-    ours, plain = shortfalls("auto"), shortfalls("torch")
-    for name, short in (("kernels", ours), ("torch", plain)):
-        best = (short == 0).double().mean()
-        print(f"{layout} {kind} {name}: {best:.3f} best, on average {short.mean():.4f} short")
-    assert (ours == 0).double().mean() > (plain == 0).double().mean() - 0.1
-    assert ours.mean() < 1.5 * plain.mean() + 0.01
+    name = f"{layout} {kind}"  # of 256 positions; in the second round the cache has the prompts
+    compare_engines(
+        name, checkpoint, SETTINGS, tmp_path, longest=230, rounds=2, started=started, fp8_cache=True
+    )
 
 
 def test_xqa_is_refused(tmp_path):
     folder = make_quantised("dense", "llama", tmp_path / "model", **SIZES).folder
     with pytest.raises(ValueError, match="attention_backend xqa has one scale for keys and values"):
         start_core(folder, **SETTINGS, attention_backend="xqa")
-
-
-def microseconds(work: Callable[[int], object], calls: int) -> float:
-    """Of one call in a CUDA graph of `calls` of them."""
-    work(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(calls):
-            work(i)
-    graph.replay()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    for _ in range(10):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) * 1000 / 10 / calls
 
 
 DECODE = ((1, 256), (1, 8192), (16, 1024), (64, 256), (64, 1024), (64, 4096), (256, 256), (256, 1024))

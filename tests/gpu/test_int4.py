@@ -10,11 +10,9 @@ import itertools
 
 import pytest
 import torch
-from compilations import watch
+from comparing import compare_engines
 from msgspec.structs import replace
 
-from engine.harness import serve, start_core
-from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.core.tuned import Int4Tile
 from flashinfer_backend.ops import device, int4, int4_linear, tilings, torch_ops
 from flashinfer_backend.ops.weight import Weight
@@ -234,30 +232,5 @@ def test_products_in_a_graph(tokens, kernel):
      ("packed", "qwen3"), ("packed-zeros", "llama"), ("packed-rows", "mistral")],
 )  # fmt: skip
 def test_engine(layout, kind, tmp_path, kernel):
-    """Nothing compiles after start. Tokens are as near to the best ones, in the context that was produced, as
-    those of the same engine in plain torch."""
     checkpoint = make_int4(layout, kind, tmp_path / "model", **SIZES)
-    generator = torch.Generator().manual_seed(3)
-    lengths = torch.randint(1, 150, (12,), generator=generator).tolist()
-    prompts = [torch.randint(3, 250, (n,), generator=generator).tolist() for n in lengths]
-
-    def shortfalls(backend: str) -> torch.Tensor:
-        """Of each token's logit, below the best one's by the format's float64 model."""
-        with watch() as found:
-            core = start_core(checkpoint.folder, **SETTINGS, attention_backend=backend)
-            found.clear()
-            with serve(core, tmp_path / backend) as client:
-                produced = client.generate(prompts, SamplingParams(max_tokens=24, temperature=0.0))
-            assert backend == "torch" or not (found.triton or found.loaded or found.built), found
-        short = []
-        for prompt, tokens in zip(prompts, produced, strict=True):
-            logits = checkpoint.logits(prompt + tokens)[len(prompt) - 1 : -1]
-            short.append(logits.amax(-1) - logits[range(len(tokens)), tokens])
-        return torch.cat(short)
-
-    ours, plain = shortfalls("auto"), shortfalls("torch")
-    for name, short in (("kernels", ours), ("torch", plain)):
-        best = (short == 0).double().mean()
-        print(f"{layout} {kind} {name}: {best:.3f} best, on average {short.mean():.4f} short")
-    assert (ours == 0).double().mean() > (plain == 0).double().mean() - 0.05
-    assert ours.mean() < 1.5 * plain.mean() + 0.01
+    compare_engines(f"{layout} {kind}", checkpoint, SETTINGS, tmp_path, fewer=0.05)

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +58,9 @@ def test_greedy_tokens_are_the_best_or_nearly(kind, graphs, tmp_path: Path) -> N
     assert again[0] == again[1]
 
 
-def test_an_engine_ends_in_order_in_the_middle_of_steps(tmp_path: Path, capfd: Any) -> None:
-    """With graphs that use NCCL, whose own end would wait for theirs."""
+@contextlib.contextmanager
+def in_the_middle_of_steps(tmp_path: Path) -> Iterator[tuple[psutil.Process, psutil.Process]]:
+    """An engine of two ranks, and its other rank. What then happens ends the engine and its request."""
     model = make_checkpoint("mistral", tmp_path / "model", **SIZES)
     knobs = {"model_dir": str(model), "max_tokens_in_paged_kv_cache": "8192", "max_num_seqs": "4"}
     config = EngineConfig.from_parameters({**knobs, "tensor_parallel_size": "2"})
@@ -69,12 +72,19 @@ def test_an_engine_ends_in_order_in_the_middle_of_steps(tmp_path: Path, capfd: A
         link.submit(answer, PROMPT, SamplingParams(max_tokens=500, temperature=0.0))
         (rank,) = engine.children()
         time.sleep(0.1)
-        engine.terminate()
+        yield engine, rank
         assert answer.ended.wait(10) and answer.end == ENGINE_LOST, answer.end
         psutil.wait_procs([engine, rank], timeout=5)
-        assert not engine.is_running() and not rank.is_running()
+        assert not rank.is_running()
     finally:
         link.close()
+
+
+def test_an_engine_ends_in_order_in_the_middle_of_steps(tmp_path: Path, capfd: Any) -> None:
+    """With graphs that use NCCL, whose own end would wait for theirs."""
+    with in_the_middle_of_steps(tmp_path) as (engine, _):
+        engine.terminate()
+        engine.wait(15)
     said = "".join(capfd.readouterr())
     assert "INFO ended after " in said and "killed" not in said and "ending where it is" not in said, said
 
@@ -82,20 +92,5 @@ def test_an_engine_ends_in_order_in_the_middle_of_steps(tmp_path: Path, capfd: A
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_engine_that_loses_a_rank_ends(number: signal.Signals, tmp_path: Path) -> None:
     """In the middle of steps, which wait for the rank on the device for ever."""
-    model = make_checkpoint("mistral", tmp_path / "model", **SIZES)
-    knobs = {"model_dir": str(model), "max_tokens_in_paged_kv_cache": "8192", "max_num_seqs": "4"}
-    config = EngineConfig.from_parameters({**knobs, "tensor_parallel_size": "2"})
-    run_dir = tmp_path / "runs" / f"{os.getpid()}-llm"
-    link = Engines(run_dir, 1, Keeper(run_dir, os.getpid(), config))
-    try:
-        engine = psutil.Process(link.wait_ready().pid)
-        answer = Answer()
-        link.submit(answer, PROMPT, SamplingParams(max_tokens=500, temperature=0.0))
-        (rank,) = engine.children()
-        time.sleep(0.1)
+    with in_the_middle_of_steps(tmp_path) as (_, rank):
         os.kill(rank.pid, number)
-        assert answer.ended.wait(10) and answer.end == ENGINE_LOST, answer.end
-        psutil.wait_procs([engine, rank], timeout=5)
-        assert not rank.is_running()
-    finally:
-        link.close()

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 from test_attention import assert_close
-from test_windows import BLOCK_SIZE, BLOCKS, LAYERS, MAX_BLOCKS, MAX_SEQS, STEPS
+from test_windows import BLOCK_SIZE, BLOCKS, LAYERS, MAX_BLOCKS, MAX_SEQS, Case, check_eager_steps
+from test_windows import Setup as Windows
 
 from attention_variants import SIGMOID
-from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.contract import Scores, StepShape, Variant
 from flashinfer_backend.attention.torch_paged import TorchPagedAttention
 from flashinfer_backend.attention.variants.alibi import ALIBI
@@ -32,15 +32,15 @@ CASES: dict[str, tuple[Variant, int, list[float], bool]] = {
 }
 
 
-class Setup:
+class Setup(Windows):
     """Two layers of random keys and values; the second one has usual attention."""
 
     def __init__(self, name: str) -> None:
         from flashinfer_backend.attention.flashinfer_paged import FlashInferAttention
 
         torch.manual_seed(0)
-        variant, self.heads, by_head, in_fp8 = CASES[name]
-        self.rng = np.random.default_rng(0)
+        variant, heads, by_head, in_fp8 = CASES[name]
+        self.case, self.rng = Case(heads, KV_HEADS, DIM, None), np.random.default_rng(0)
         shape, scales = (BLOCKS, BLOCK_SIZE, KV_HEADS, DIM), ((0.5, 0.25), (0.125, 2.0)) if in_fp8 else ()
         caches, wide = [], []
         for layer in range(LAYERS):
@@ -54,45 +54,16 @@ class Setup:
             wide.append(tuple(each.float() * factor for each, factor in zip(pair, factors, strict=True)))
         scores = [Scores(0.1, variant=variant, by_head=torch.tensor(by_head, device=DEVICE)), Scores(0.07)]
         self.table = torch.zeros(MAX_SEQS + 1, MAX_BLOCKS, dtype=torch.int32, device=DEVICE)
-        sizes = self.heads, MAX_SEQS, MAX_BLOCKS
+        sizes = heads, MAX_SEQS, MAX_BLOCKS
         self.attention = FlashInferAttention(
             KVCache.over(caches, scales), *sizes, dtype=torch.bfloat16, scores=scores
         )
-        self.reference = TorchPagedAttention(KVCache.over(wide), self.heads, scores=scores)
-
-    def batch(self, q_lens: list[int], kv_lens: list[int]) -> AttentionBatch:
-        slots = self.rng.permutation(MAX_SEQS)[: len(q_lens)].astype(np.int32)
-        blocks = iter(self.rng.permutation(np.arange(1, BLOCKS)))
-        table = np.zeros((MAX_SEQS + 1, MAX_BLOCKS), dtype=np.int32)
-        for slot, kv_len in zip(slots, kv_lens, strict=True):
-            for column in range(-(-kv_len // BLOCK_SIZE)):
-                table[slot, column] = next(blocks)
-        self.table.copy_(torch.from_numpy(table))
-        return AttentionBatch(np.array(q_lens, np.int32), np.array(kv_lens, np.int32), slots, self.table)
-
-    def query(self, tokens: int) -> torch.Tensor:
-        return torch.randn(tokens, self.heads, DIM, device=DEVICE).bfloat16()
-
-    def expected(self, batch: AttentionBatch, layer: int, q: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(q, dtype=torch.float32)
-        self.reference.step(batch).run(layer, q.float(), out)
-        return out
+        self.reference = TorchPagedAttention(KVCache.over(wide), heads, scores=scores)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_eager_steps(name: str) -> None:
-    setup = Setup(name)
-    for step, (q_lens, kv_lens) in STEPS.items():
-        batch = setup.batch(q_lens, kv_lens)
-        prepared = setup.attention.step(batch)
-        for layer in range(LAYERS):
-            q = setup.query(sum(q_lens))
-            out = torch.full_like(q, float("nan"))
-            prepared.run(layer, q, out)
-            try:
-                assert_close(out, setup.expected(batch, layer, q))
-            except AssertionError as error:
-                raise AssertionError(f"{step}, layer {layer}: {error}") from None
+    check_eager_steps(Setup(name))
 
 
 @pytest.mark.parametrize("name", CASES)

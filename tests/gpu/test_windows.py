@@ -121,9 +121,7 @@ STEPS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_eager_steps(name):
-    setup = Setup(CASES[name])
+def check_eager_steps(setup):
     for step, (q_lens, kv_lens) in STEPS.items():
         batch = setup.batch(q_lens, kv_lens)
         prepared = setup.attention.step(batch)
@@ -135,6 +133,11 @@ def test_eager_steps(name):
                 assert_close(out, setup.expected(batch, layer, q))
             except AssertionError as error:
                 raise AssertionError(f"{step}, layer {layer}: {error}") from None
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_eager_steps(name):
+    check_eager_steps(Setup(CASES[name]))
 
 
 @pytest.mark.parametrize("backend", ["fa2", "fa3"])

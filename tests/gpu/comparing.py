@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What GPU tests share: engines next to the same ones in plain torch, and the time of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from compilations import watch
+
+from engine.harness import serve, start_core
+from flashinfer_backend.core.sampling_params import SamplingParams
+
+
+def compare_engines(
+    name: str,
+    checkpoint: Any,
+    settings: dict[str, Any],
+    tmp_path: Path,
+    factor: float = 1.5,
+    fewer: float = 0.1,
+    longest: int = 150,
+    rounds: int = 1,
+    started: Callable[[str, Any], None] = lambda backend, core: None,
+    **cache: bool,
+) -> None:
+    """Nothing compiles after start. Tokens are as near to the best ones, in the context that was produced, as
+    those of the same engine in plain torch: a bit of bfloat16 decides over roundings to e4m3 there, too.
+
+    checkpoint: its folder, and `logits` by the format's float64 model, which `cache` is handed to. factor: by
+    how much tokens may be farther on average. fewer: the share of tokens that may be the best one less often.
+    longest: of the prompts. rounds: how often they are sent. started: is shown each engine.
+    """
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(1, longest, (12,), generator=generator).tolist()
+    prompts = [torch.randint(3, 250, (n,), generator=generator).tolist() for n in lengths]
+
+    def shortfalls(backend: str) -> torch.Tensor:
+        """Of each token's logit, below the best one's."""
+        produced: list[list[int]] = []
+        with watch() as found:
+            core = start_core(checkpoint.folder, **settings, attention_backend=backend)
+            started(backend, core)
+            found.clear()
+            with serve(core, tmp_path / backend) as client:
+                for _ in range(rounds):
+                    produced += client.generate(prompts, SamplingParams(max_tokens=24, temperature=0.0))
+            assert backend == "torch" or not (found.triton or found.loaded or found.built), found
+        short = []
+        for prompt, tokens in zip(prompts * rounds, produced, strict=True):
+            logits = checkpoint.logits(prompt + tokens, **cache)[len(prompt) - 1 : -1]
+            short.append(logits.amax(-1) - logits[range(len(tokens)), tokens])
+        return torch.cat(short)
+
+    ours, plain = shortfalls("auto"), shortfalls("torch")
+    for which, short in (("kernels", ours), ("torch", plain)):
+        best = (short == 0).double().mean()
+        print(f"{name} {which}: {best:.3f} best, on average {short.mean():.4f} short")
+    assert (ours == 0).double().mean() > (plain == 0).double().mean() - fewer
+    assert ours.mean() < factor * plain.mean() + 0.01
+
+
+def microseconds(work: Callable[[int], object], calls: int) -> float:
+    """Of one call in a CUDA graph of `calls` of them, on other data each, so that none is in L2."""
+    for i in range(calls):
+        work(i)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(calls):
+            work(i)
+    graph.replay()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(20):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1000 / 20 / calls
