@@ -137,7 +137,6 @@ def test_a_delta_net_has_one_variant_for_any_step():
 
     model = bundled(architectures=["Qwen3_5ForCausalLM"], model_type="qwen3_5_text")
     config = EngineConfig(model_dir="", max_seq_len=8192, max_num_seqs=256)
-    ahead = prebuild_triton.collect(lambda: prebuild_triton.call_operations(config, model, torch.bfloat16))
     kernels = {
         "_decode_rows": 1,
         "_convolve_rows": 3,
@@ -146,28 +145,32 @@ def test_a_delta_net_has_one_variant_for_any_step():
         "_chunk_states": 2,
         "_gated_norm": 1,
     }
-    assert {name: names(ahead)[name] for name in kernels} == kernels
     heads, dim, channels = 32, 128, 64 * 128
-    states = DeltaStates(
-        torch.empty(9, heads, dim, dim, device="meta"),
-        torch.empty(9, inputs_kept(4), channels + 2 * heads, device="meta", dtype=torch.bfloat16),
-    )
-    of_heads = torch.empty(heads, device="meta")
-    conv, norm = (torch.empty(*n, device="meta", dtype=torch.bfloat16) for n in ((channels, 4), (dim,)))
-    weights = DeltaWeights(conv, of_heads, of_heads, norm, model.norm_eps)
 
-    def calls() -> None:
+    def empty(*shape: int, of: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=of, device="meta")
+
+    def steps(drafts: int) -> None:
+        recurrent, of_heads = empty(9, heads, dim, dim, of=torch.float32), empty(heads, of=torch.float32)
+        states = DeltaStates(recurrent, empty(9, inputs_kept(4, drafts), channels + 2 * heads))
+        weights = DeltaWeights(empty(channels, 4), of_heads, of_heads, empty(dim), model.norm_eps)
         for rows, decodes, tokens in ((1, 1, 1), (33, 33, 33), (3, 2, 70), (7, 0, 4096), (200, 1, 300)):
-            product = torch.empty(tokens, channels + heads * dim, device="meta", dtype=torch.bfloat16)
-            qkv, z = product.split([channels, heads * dim], dim=-1)
-            b, a = product.new_empty(tokens, 2 * heads).chunk(2, dim=-1)
-            slots, starts, first = torch.empty(3, rows + 1, dtype=torch.int32, device="meta")
-            own = DeltaRows(slots[1:], starts, first[1:], None, decodes)
+            qkv, z = empty(tokens, channels + heads * dim).split([channels, heads * dim], dim=-1)
+            b, a = empty(tokens, 2 * heads).chunk(2, dim=-1)
+            slots, starts, first, held = empty(4, rows + 1, of=torch.int32)
+            own = DeltaRows(slots[1:], starts, first[1:], held[1:] if drafts else None, decodes)
             delta_net(qkv, z, a, b, weights, states, own)
 
-    assert set(prebuild_triton.collect(calls)) <= set(ahead)
-    one_of_each = {kernel.__name__: (kernel, data) for kernel, data in ahead if kernel.__name__ in kernels}
-    assert prebuild_triton.compile_together(list(one_of_each.values())) == []
+    compiled = {}
+    for drafts in (0, 3):
+        own = replace(config, speculative_method="ngram", max_draft_len=drafts) if drafts else config
+        ahead = prebuild_triton.collect(
+            lambda c=own: prebuild_triton.call_operations(c, model, torch.bfloat16)
+        )
+        assert {name: names(ahead)[name] for name in kernels} == kernels
+        assert set(prebuild_triton.collect(lambda n=drafts: steps(n))) <= set(ahead)
+        compiled |= {kernel.__name__: (kernel, data) for kernel, data in ahead if kernel.__name__ in kernels}
+    assert prebuild_triton.compile_together(list(compiled.values())) == []
 
 
 def test_a_cache_in_fp8_has_kernels_of_its_own():

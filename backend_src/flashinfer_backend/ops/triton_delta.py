@@ -478,6 +478,7 @@ def delta_net(
     (tokens, channels), width = qkv.shape, weights.conv.shape[1]
     heads, dk, dv = states.recurrent.shape[1:]
     decodes, prompts = rows.decodes, len(rows.slots) - rows.decodes
+    assert rows.first.is_contiguous()
     share = heads // ((channels - heads * dv) // (2 * dk))
     sizes = {"HEADS": heads, "SHARE": share, "DK": dk, "DV": dv}
     launch = {"NATIVE": NATIVE, "launch_pdl": NATIVE}

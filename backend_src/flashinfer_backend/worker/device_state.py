@@ -211,7 +211,7 @@ class DeviceState:
         if self.states is None:
             return None
         starts = feeds * torch.arange(len(slots) + 1, dtype=torch.int32, device=self.device)
-        return self._recurrent(slots, starts, positions[::feeds], len(slots))
+        return self._recurrent(slots, starts, positions[::feeds].contiguous(), len(slots))
 
     def _recurrent(
         self, slots: torch.Tensor, starts: torch.Tensor, first: torch.Tensor, decodes: int

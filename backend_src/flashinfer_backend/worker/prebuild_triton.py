@@ -155,8 +155,6 @@ def call_operations(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) 
     _call_products(model, empty)
     if config.max_loras:
         _call_adapters(config, model, empty)
-    if model.delta_nets:
-        _call_delta_net(config, model, empty)
     mixer = model.attention
     heads, kv_heads, dim = mixer.heads, mixer.kv_heads, mixer.head_dim
     block = config.tokens_per_block
@@ -206,12 +204,15 @@ def call_operations(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) 
                     soft_cap=cap, sinks=own, rows=rows, lengths=ends, window=window,
                 )  # fmt: skip
             before = rows
+    if model.delta_nets:
+        _call_delta_net(config.max_num_seqs, drafts, model, empty)
     if drafts:
         _call_drafts(config, words, table, last_token)
 
 
-def _call_delta_net(config: EngineConfig, model: ModelSpec, empty: Callable[..., Tensor]) -> None:
-    """A layer's, whose sizes all others have: decode rows, and prompts as kernels tell their number."""
+def _call_delta_net(most: int, drafts: int, model: ModelSpec, empty: Callable[..., Tensor]) -> None:
+    """A layer's, whose sizes all others have: decode rows with up to `drafts` drafts, and each number of
+    prompts up to `most` that kernels tell from others."""
     from flashinfer_backend.ops import triton_delta
     from flashinfer_backend.ops.torch_delta import DeltaRows, DeltaStates, DeltaWeights, inputs_kept
 
@@ -222,16 +223,17 @@ def _call_delta_net(config: EngineConfig, model: ModelSpec, empty: Callable[...,
         return empty(*shape, of=torch.float32)
 
     net = model.delta_nets[0]
-    channels, heads, most = sum(net.widths), net.value_heads, config.max_num_seqs
+    channels, heads = sum(net.widths), net.value_heads
     norm = empty(net.value_dim)
     weights = DeltaWeights(empty(channels, net.kernel), floats(heads), floats(heads), norm, model.norm_eps)
     recurrent = floats(1, heads, net.key_dim, net.value_dim)
-    states = DeltaStates(recurrent, empty(1, inputs_kept(net.kernel), channels + 2 * heads))
+    states = DeltaStates(recurrent, empty(1, inputs_kept(net.kernel, drafts), channels + 2 * heads))
     for prompts in sorted({0, 1, most, *(size for size in triton_delta.SEARCHED if size < most)}):
         rows = prompts or most
         qkv, z = empty(rows, channels + net.widths[2]).split((channels, net.widths[2]), dim=-1)
         b, a = empty(rows, 2 * heads).chunk(2, dim=-1)
-        row = DeltaRows(words(rows), words(rows + 1), words(rows), None, rows - prompts)
+        held = words(rows) if drafts else None
+        row = DeltaRows(words(rows), words(rows + 1), words(rows), held, rows - prompts)
         triton_delta.delta_net(qkv, z, a, b, weights, states, row)
 
 
