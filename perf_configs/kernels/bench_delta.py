@@ -2,11 +2,14 @@
 """A gated delta net layer between its products, next to the time that the memory needs for its bytes.
 
     python perf_configs/kernels/bench_delta.py [--rows 1,16,64,256] [--drafts 3]
-        [--prompts 1x8192,4x2048,1x30720] [--heads 16/32,16/48] [--trials 20]
+        [--prompts 1x8192,4x2048,1x30720] [--heads 16/32,16/48] [--trials 20] [--flashinfer]
 
 Heads are key heads / value heads of 128: by default those of Qwen3.5's 35B-A3B and 27B. A convolution of 4
 inputs, bfloat16, float32 states. Each step is a CUDA graph, timed as bench_attention.py does it. The floor
 counts the bytes that a layer has to move at the speed of a copy in this memory.
+
+--flashinfer adds FlashInfer's kernel of the delta rule alone: without the convolution and the norm, on states
+that already lie one row behind the other.
 """
 
 from __future__ import annotations
@@ -16,11 +19,20 @@ from itertools import accumulate
 
 import torch
 from bench_attention import timed
+from torch import Tensor
 
 from client.arguments import argument_parser, integer, integers
 from flashinfer_backend.core.arguments import require_cuda
-from flashinfer_backend.ops.torch_delta import DeltaRows, DeltaStates, DeltaWeights, inputs_kept
+from flashinfer_backend.ops.torch_delta import (
+    L2_EPS,
+    DeltaRows,
+    DeltaStates,
+    DeltaWeights,
+    delta_gates,
+    inputs_kept,
+)
 
+DEVICE = "cuda"
 DIM, WIDTH = 128, 4
 COPIED = 2 << 30  # bytes, whose copy shows the memory's speed
 
@@ -38,26 +50,26 @@ def pairs(separator: str) -> Callable[[str], list[tuple[int, int]]]:
 
 
 class Layer:
-    def __init__(self, key_heads: int, heads: int, slots: int, drafts: int, device: str = "cuda") -> None:
-        self.heads, self.channels, self.device = heads, (2 * key_heads + heads) * DIM, device
-        conv = torch.randn(self.channels, WIDTH, device=device).bfloat16()
-        a_log, dt_bias = torch.randn(2, heads, device=device)
-        self.weights = DeltaWeights(conv, a_log, dt_bias, torch.ones(DIM, device=device).bfloat16(), 1e-6)
+    def __init__(self, key_heads: int, heads: int, slots: int, drafts: int) -> None:
+        self.key_heads, self.heads, self.channels = key_heads, heads, (2 * key_heads + heads) * DIM
+        conv = torch.randn(self.channels, WIDTH, device=DEVICE).bfloat16()
+        a_log, dt_bias = torch.randn(2, heads, device=DEVICE)
+        self.weights = DeltaWeights(conv, a_log, dt_bias, torch.ones(DIM, device=DEVICE).bfloat16(), 1e-6)
         kept = inputs_kept(WIDTH, drafts)
         self.states = DeltaStates(
-            torch.zeros(slots, heads, DIM, DIM, device=device),
-            torch.zeros(slots, kept, self.channels + 2 * heads, device=device).bfloat16(),
+            torch.zeros(slots, heads, DIM, DIM, device=DEVICE),
+            torch.zeros(slots, kept, self.channels + 2 * heads, device=DEVICE).bfloat16(),
         )
 
     def step(self, lengths: list[int], decodes: int, held: int | None = None) -> Callable[[], object]:
         """A step of rows that go on at position 100. held: as of DeltaRows, of all rows."""
         from flashinfer_backend.ops.triton_delta import delta_net
 
-        def words(values: list[int]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=self.device)
+        def words(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
         rows, sizes = len(lengths), [self.channels, self.heads * DIM, self.heads, self.heads]
-        product = torch.randn(sum(lengths), sum(sizes), device=self.device).bfloat16()
+        product = torch.randn(sum(lengths), sum(sizes), device=DEVICE).bfloat16()
         parts = product.split(sizes, dim=-1)
         slots, starts = torch.randperm(len(self.states.recurrent))[:rows].tolist(), [0, *accumulate(lengths)]
         own = DeltaRows(
@@ -67,6 +79,17 @@ class Layer:
         )
         return lambda: delta_net(*parts, self.weights, self.states, own)
 
+    def flashinfer_step(self, lengths: list[int], decodes: int, held: int | None) -> Callable[[], object]:
+        shape = (sum(lengths), self.heads, DIM)
+        v, (q, k) = (
+            torch.randn(shape, device=DEVICE),
+            torch.randn(2, shape[0], self.key_heads, DIM, device=DEVICE),
+        )
+        a, b = torch.randn(2, *shape[:2], device=DEVICE).bfloat16()
+        states = torch.zeros(len(lengths), self.heads, DIM, DIM, device=DEVICE)
+        inputs = (q.bfloat16(), k.bfloat16(), v.bfloat16(), a, b, self.weights.a_log, self.weights.dt_bias)
+        return flashinfer_rule(*inputs, states, lengths, decodes > 0)
+
     def moved(self, lengths: list[int]) -> int:
         """Bytes: states both ways, and the convolution's past inputs; tokens' inputs and results."""
         rows, tokens, two, four = len(lengths), sum(lengths), 2, 4
@@ -74,27 +97,94 @@ class Layer:
         return rows * each + two * tokens * (self.channels + 2 * self.heads * DIM + 2 * self.heads)
 
 
-def copy_speed(trials: int, flush: torch.Tensor) -> float:
+def flashinfer_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    lengths: list[int],
+    decodes: bool,
+) -> Callable[[], tuple[Tensor, Tensor]]:
+    """FlashInfer's kernel for rows of these lengths: of prompts, or of equally many tokens each where they
+    decode. q, k[T, Hk, 128], v[T, Hv, 128], a, b[T, Hv], states[R, Hv, 128, 128], a row's at its place.
+
+    The call gives results [T, Hv, 128], and the states behind the rows. Of prompts, and with drafts,
+    FlashInfer's states are transposed; prompts' queries and keys have to be normalised before.
+    """
+    from flashinfer import gdn_decode, gdn_prefill
+
+    rows, out = len(lengths), torch.empty_like(v)
+    if not decodes:
+        q, k = (x / (x.float().square().sum(-1, keepdim=True) + L2_EPS).sqrt() for x in (q, k))
+        decay, beta = delta_gates(a, b, a_log, dt_bias)
+        before = states.mT.contiguous()
+        behind = torch.empty_like(before)
+        given = [q.to(v.dtype), k.to(v.dtype), v, decay.exp(), beta]
+        more = {"initial_state": before, "output_final_state": True, "output": out, "output_state": behind}
+        starts = torch.tensor([0, *accumulate(lengths)], device=v.device)
+
+        def prompts() -> tuple[Tensor, Tensor]:
+            gdn_prefill.chunk_gated_delta_rule(*given, cu_seqlens=starts, **more)
+            return out, behind.mT
+
+        return prompts
+    shaped = [x.unflatten(0, (rows, -1)) for x in (q, k, v, a, b)]
+    parts = dict(
+        zip("qkvab", shaped, strict=True), A_log=a_log, dt_bias=dt_bias, output=out.view_as(shaped[2])
+    )
+    if lengths[0] == 1:
+
+        def tokens() -> tuple[Tensor, Tensor]:
+            gdn_decode.gated_delta_rule_decode(**parts, state=states)
+            return out, states
+
+        return tokens
+    pool = states.mT.contiguous()
+    kept = torch.empty(rows, lengths[0], *pool.shape[1:], device=v.device)
+    slots = torch.arange(rows, dtype=torch.int32, device=v.device)
+
+    def drafts() -> tuple[Tensor, Tensor]:
+        gdn_decode.gated_delta_rule_mtp(
+            **parts,
+            initial_state=pool,
+            initial_state_indices=slots,
+            intermediate_states_buffer=kept,
+            disable_state_update=True,
+        )
+        return out, kept[:, -1].mT
+
+    return drafts
+
+
+def copy_speed(trials: int, flush: Tensor) -> float:
     """Bytes per microsecond, of those read and those written."""
-    source = torch.zeros(COPIED, dtype=torch.uint8, device="cuda")
+    source = torch.zeros(COPIED, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     return 2 * COPIED / timed(lambda: target.copy_(source), trials, flush)[0]
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argument_parser(None, __doc__)
     parser.add_argument("--rows", type=integers(1), default="1,16,64,256")
     parser.add_argument("--drafts", type=integer(1), default=3)
     parser.add_argument("--prompts", type=pairs("x"), default="1x8192,4x2048,1x30720")
     parser.add_argument("--heads", type=pairs("/"), default="16/32,16/48")
     parser.add_argument("--trials", type=integer(1), default=20)
-    options = parser.parse_args()
+    parser.add_argument(
+        "--flashinfer", action="store_true", help="time FlashInfer's kernel of the rule alone"
+    )
+    options = parser.parse_args(arguments)
     require_cuda(parser)
-    flush = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
+    flush = torch.empty(128 << 20, dtype=torch.uint8, device=DEVICE)
     speed = copy_speed(options.trials, flush)
     print(f"a copy moves {speed / 1e3:.0f} GB/s\n")
-    print("| heads | step | us | floor us | share of the floor |")
-    print("|---|---|---|---|---|")
+    columns = ["heads", "step", "us", "floor us", "share of the floor"]
+    columns += ["FlashInfer's rule us"] if options.flashinfer else []
+    print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
     drafts = options.drafts
     slots = max(*options.rows, *(rows for rows, _ in options.prompts))
     for key_heads, heads in options.heads:
@@ -102,12 +192,13 @@ def main() -> None:
         cases = [(f"{n} decode rows", layer, [1] * n, n, None) for n in options.rows]
         cases += [(f"{n} rows with {drafts} drafts", drafted, [1 + drafts] * n, n, 2) for n in options.rows]
         cases += [(f"{n} prompts of {tokens}", layer, [tokens] * n, 0, None) for n, tokens in options.prompts]
-        for title, own, lengths, decodes, held in cases:
-            us = timed(own.step(lengths, decodes, held), options.trials, flush)[0]
-            floor = own.moved(lengths) / speed
-            print(
-                f"| {key_heads}/{heads} | {title} | {us:.1f} | {floor:.1f} | {floor / us:.0%} |", flush=True
-            )
+        for title, own, *step in cases:
+            us = timed(own.step(*step), options.trials, flush)[0]
+            floor = own.moved(step[0]) / speed
+            cells = [f"{key_heads}/{heads}", title, f"{us:.1f}", f"{floor:.1f}", f"{floor / us:.0%}"]
+            if options.flashinfer:
+                cells.append(f"{timed(own.flashinfer_step(*step), options.trials, flush)[0]:.1f}")
+            print("| " + " | ".join(cells) + " |", flush=True)
 
 
 if __name__ == "__main__":

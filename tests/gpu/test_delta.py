@@ -14,7 +14,7 @@ import torch
 from flashinfer_backend.ops import torch_delta
 from flashinfer_backend.ops.torch_delta import DeltaRows, DeltaStates, DeltaWeights
 
-sys.path.append(str(Path(__file__).parents[1] / "unit"))
+sys.path += [str(Path(__file__).parents[n] / name) for n, name in ((1, "unit"), (2, "perf_configs/kernels"))]
 from test_triton_delta import CASES, WIDTH, Case, Sizes, check, check_padding, inputs_of, split_inputs
 
 pytestmark = [
@@ -124,3 +124,38 @@ def test_decode_steps_are_graphs(drafts: int) -> None:
         graph.replay()
         assert torch.equal(found, wanted)
     assert torch.equal(states.recurrent, state)
+
+
+@pytest.mark.parametrize(("lengths", "decodes"), [([1] * 5, 5), ([4] * 3, 3), ([70, 300, 64], 0)], ids=str)
+def test_kernels_compute_what_flashinfer_does(lengths: list[int], decodes: int) -> None:
+    """Where the convolution passes its last input alone."""
+    pytest.importorskip("flashinfer")
+    from bench_delta import flashinfer_rule
+
+    from flashinfer_backend.ops import triton_delta
+
+    torch.manual_seed(0)
+    rows, tokens, heads, dim, channels = len(lengths), sum(lengths), 32, 128, QWEN.channels
+    drafts = lengths[0] - 1 if decodes else 0
+    qkv, z = (torch.randn(tokens, n, device="cuda").bfloat16() for n in (channels, heads * dim))
+    a, b = torch.randn(2, tokens, heads, device="cuda").bfloat16()
+    last_tap = torch.zeros(channels, WIDTH, device="cuda").bfloat16()
+    last_tap[:, -1] = 1
+    a_log, dt_bias = torch.randn(2, heads, device="cuda")
+    weights = DeltaWeights(last_tap, a_log, dt_bias, torch.ones(dim, device="cuda").bfloat16(), 1e-6)
+    before = 0.1 * torch.randn(rows, heads, dim, dim, device="cuda")
+    kept = torch_delta.inputs_kept(WIDTH, drafts)
+    inputs = torch.zeros(rows, kept, channels + 2 * heads, device="cuda").bfloat16()
+    states = DeltaStates(before.clone(), inputs)
+    starts = [sum(lengths[:row]) for row in range(rows + 1)]
+    held = words(*[0] * rows) if drafts else None
+    given = DeltaRows(words(*range(rows)), words(*starts), words(*[100] * rows), held, decodes)
+    found = triton_delta.delta_net(qkv, z, a, b, weights, states, given)
+    convolved = torch.nn.functional.silu(qkv.float()).bfloat16().unflatten(-1, (-1, dim))
+    q, k, v = (x.contiguous() for x in convolved.split([16, 16, heads], dim=1))
+    results, behind = flashinfer_rule(q, k, v, a, b, a_log, dt_bias, before, lengths, decodes > 0)()
+    exact = torch_delta.gated_norm(results, z.view_as(results), weights.norm, weights.eps).flatten(1)
+    pairs = [(found, exact)] if drafts else [(found, exact), (states.recurrent, behind)]
+    for own, theirs in pairs:
+        error = (own.float() - theirs.float()).norm() / theirs.float().norm()
+        assert float(error) < 2e-2, error

@@ -5,8 +5,10 @@ Decode rows take one kernel, which is bound by reading and writing the states on
 chunks of 64 tokens: one kernel computes what does not depend on the states, for all chunks at once, another
 goes through a row's chunks with its state in registers. No kernel needs the lengths of rows on the host.
 
-FlashInfer's kernels of these layers (flashinfer.gdn_prefill, gdn_decode) are written in CuTe DSL: they need
-the package nvidia-cutlass-dsl, and every process compiles them when it first uses them.
+FlashInfer 0.6.18 has kernels of the rule alone (gdn_prefill, gdn_decode). On Hopper they read states without
+slots or transposed, prompts' queries, keys and values as three tensors with normed queries and keys, and of
+drafts they keep a state for each token. Each process compiles them when it first calls them.
+perf_configs/kernels/bench_delta.py --flashinfer times them.
 """
 
 from __future__ import annotations
