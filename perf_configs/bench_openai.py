@@ -36,8 +36,9 @@ from client.machine import facts
 from flashinfer_backend.core import processes
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.openai.arguments import LOGITS_ROOM
+from flashinfer_backend.openai.model import Model
 from flashinfer_backend.openai.parent import Parent
-from flashinfer_backend.openai.worker import ServedModel, WorkerOptions
+from flashinfer_backend.openai.worker import WorkerOptions
 from flashinfer_backend.transport import protocol, rundir
 from flashinfer_backend.transport.addresses import resolve
 from flashinfer_backend.transport.engine_socket import EngineSocket
@@ -147,19 +148,10 @@ def client(port: int, streams: int, tokens: int, received: Any) -> None:
 def door(run_dir: Path, port: int, workers: int) -> None:
     """The API's parent process."""
     options = WorkerOptions(
-        models=[ServedModel(["bundled"], EngineConfig(model_dir="bundled"), str(run_dir))],
-        created=0,
-        template_file=None,
-        tool_format="auto",
-        reasoning_format="auto",
-        openai_defaults=False,
-        keys=[],
+        models=[Model(["bundled"], EngineConfig(model_dir="bundled"), str(run_dir))],
         max_body_bytes=1 << 20,
-        max_prompt_bytes=1 << 20,
-        store_bytes=0,
         prompt_logits_bytes=LOGITS_ROOM,
         receive_s=60,
-        max_connections=0,
         drain_s=1,
         metrics_dir=str(run_dir.parent / f"{os.getpid()}-metrics"),
         doors=str(run_dir),

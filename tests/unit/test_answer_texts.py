@@ -14,10 +14,12 @@ import pytest
 from small_tokenizers import byte_level, metaspace, other_decoder, sentencepiece
 from tokenizers import Tokenizer
 
+from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.openai.answer import take_text
-from flashinfer_backend.openai.door import Door, Model
+from flashinfer_backend.openai.door import Door
 from flashinfer_backend.openai.link import EngineLink, LogitsRoom
+from flashinfer_backend.openai.model import Model
 from flashinfer_backend.openai.token_lists import TokenLists
 from flashinfer_backend.serving.generation import GenerationRequest
 from flashinfer_backend.text.delta import DeltaDecoder
@@ -55,7 +57,8 @@ def answered(tmp_path: Path) -> Answered:
         """The text of an answer of these ids, which ends with them or with a stop word."""
         tokenizer.save(str(tmp_path / "tokenizer.json"))
         metrics: Any = SimpleNamespace(ended=lambda model, stream, chunk: None)
-        door = Door(Model(tmp_path, tmp_path, ("small",), created=0, openai_defaults=True), metrics)
+        model = Model(["small"], EngineConfig(model_dir=str(tmp_path)), openai_defaults=True)
+        door = Door(model, metrics)
 
         async def run() -> str:
             door.link = EngineLink(Sent(), asyncio.get_running_loop(), LogitsRoom())  # type: ignore[arg-type]

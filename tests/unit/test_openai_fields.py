@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 
-from flashinfer_backend.core.paths import resolve_model_dir
+from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.openai import requests
 from flashinfer_backend.openai.app import Access, make_app
 from flashinfer_backend.openai.chat import add_effort
-from flashinfer_backend.openai.door import Door, Model
+from flashinfer_backend.openai.door import Door
 from flashinfer_backend.openai.encodings import MOST_MEMBERS, decompressed
 from flashinfer_backend.openai.errors import ApiError
+from flashinfer_backend.openai.model import Model
 from flashinfer_backend.openai.no_effect import NO_EFFECT
 from flashinfer_backend.openai.responses import messages_of
 from flashinfer_backend.openai.sampling import guide_of
@@ -142,9 +143,8 @@ class Api:
     """The application of one process without an engine."""
 
     def __init__(self, **access: Any) -> None:
-        folder = resolve_model_dir("bundled")
         metrics: Any = SimpleNamespace(error=lambda status: None)
-        door = Door(Model(folder, folder, ("m",), 0), metrics)
+        door = Door(Model(["m"], EngineConfig(model_dir="bundled")), metrics)
         limits = SimpleNamespace(vocab_size=2048, max_seq_len=100, max_input_len=99)
         door.link = SimpleNamespace(engines=SimpleNamespace(status=limits))  # type: ignore[assignment]
         self._app = make_app([door], Access(max_body_bytes=MOST, **access))

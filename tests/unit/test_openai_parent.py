@@ -13,7 +13,8 @@ import pytest
 
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.openai import parent
-from flashinfer_backend.openai.worker import ServedModel, WorkerOptions
+from flashinfer_backend.openai.model import Model
+from flashinfer_backend.openai.worker import WorkerOptions
 from flashinfer_backend.transport import restarts as restarting
 
 LOOPBACK = ipaddress.ip_address("127.0.0.1")
@@ -31,19 +32,10 @@ ENDS, IS_KILLED = "sys.exit(7)", "os.kill(os.getpid(), signal.SIGKILL)"
 
 def options(folder: Path) -> WorkerOptions:
     return WorkerOptions(
-        models=[ServedModel(["bundled"], EngineConfig(model_dir="bundled"), str(folder / "run"))],
-        created=0,
-        template_file=None,
-        tool_format="auto",
-        reasoning_format="auto",
-        openai_defaults=False,
-        keys=[],
+        models=[Model(["bundled"], EngineConfig(model_dir="bundled"), str(folder / "run"))],
         max_body_bytes=1,
-        max_prompt_bytes=1,
         prompt_logits_bytes=1,
-        store_bytes=0,
         receive_s=60,
-        max_connections=0,
         drain_s=0,
         metrics_dir=str(folder / "metrics"),
         doors=str(folder),

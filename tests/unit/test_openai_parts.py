@@ -18,16 +18,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashinfer_backend.core.bounds import CONVERSATION
+from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.openai.answer import Usage
 from flashinfer_backend.openai.app import LARGE_BODY, Access, make_app
 from flashinfer_backend.openai.chat import Answer, Conversation, Turn
-from flashinfer_backend.openai.door import Door, Model
+from flashinfer_backend.openai.door import Door
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.formats import choice, harmony
 from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, Event, merged
 from flashinfer_backend.openai.link import Stream, Streams
+from flashinfer_backend.openai.model import Model
 from flashinfer_backend.openai.requests import ChatRequest, ResponsesRequest, decode
 from flashinfer_backend.openai.responses import messages_of
 from flashinfer_backend.openai.sampling import NO_TOKENS, Defaults, Limits, sampling_params
@@ -54,9 +56,8 @@ def write(folder: Path, **files: Any) -> Path:
 
 def test_what_large_bodies_need_is_done_in_threads() -> None:
     """Streams of other clients go on meanwhile."""
-    folder = resolve_model_dir("bundled")
     metrics: Any = SimpleNamespace(error=lambda status: None)
-    door = Door(Model(folder, folder, ("m",), 0), metrics)
+    door = Door(Model(["m"], EngineConfig(model_dir="bundled")), metrics)
     status = SimpleNamespace(vocab_size=2048, max_seq_len=1 << 20, max_input_len=1 << 20)
     link: Any = SimpleNamespace(engines=SimpleNamespace(status=status))
     door.link = link
@@ -98,9 +99,8 @@ def test_what_large_bodies_need_is_done_in_threads() -> None:
 
 
 def test_what_all_answers_of_a_request_take_is_bounded() -> None:
-    folder = resolve_model_dir("bundled")
     metrics: Any = None
-    door = Door(Model(folder, folder, ("m",), 0, max_prompt_bytes=100), metrics)
+    door = Door(Model(["m"], EngineConfig(model_dir="bundled"), max_prompt_bytes=100), metrics)
     assert len(asyncio.run(door.encode(["a" * 100] * 8, False))) == 8
     with pytest.raises(
         ApiError, match="has 801 characters in 9 texts; it should have at most 800 in a request"
@@ -169,7 +169,7 @@ def test_formats_are_told_from_the_template_that_shows_them(tmp_path: Path) -> N
     write(tmp_path, chat_template_jinja="{{ messages[0].content }}</think>")
     write(tmp_path, additional_chat_templates__tool_use_jinja="{{ tools }}<tool_call>")
     metrics: Any = None
-    door = Door(Model(tmp_path, tmp_path, ("m",), 0), metrics)
+    door = Door(Model(["m"], EngineConfig(model_dir=str(tmp_path))), metrics)
     assert (door.tool_format, door.reasoning_format) == ("hermes", "think")
 
 

@@ -249,7 +249,8 @@ def test_several_names_of_the_model_are_passed_on(repository):
     door = OpenAiDoor(options, addresses.resolve("127.0.0.1"))
     door.configure(repository)
     told = door._parent._options
-    assert (told.models[0].names, told.max_prompt_bytes, told.receive_s) == (["one", "two"], 0, RECEIVE_S)
+    model = told.models[0]
+    assert (model.names, model.max_prompt_bytes, told.receive_s) == (["one", "two"], 0, RECEIVE_S)
 
 
 @pytest.mark.parametrize(("given", "passed_on"), [([], 4), (["--drain-seconds", "19.5"], 20)])

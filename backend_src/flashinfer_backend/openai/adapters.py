@@ -66,8 +66,8 @@ def read_unload(door: Door, body: bytes) -> UnloadRequest:
 
 async def load_adapter(door: Door, request: LoadRequest) -> Response:
     """Lets requests ask for an adapter. Raises ApiError."""
-    adapters, root = door.adapters, door.model.lora_root
-    assert adapters is not None and root is not None
+    adapters, root = door.adapters, Path(door.model.lora_root or "")
+    assert adapters is not None and door.model.lora_root is not None
     try:
         folder = Path(root, request.lora_path).resolve()
     except (OSError, RuntimeError, ValueError) as error:  # a link to itself, a character 0

@@ -205,7 +205,7 @@ def make_app(doors: Sequence[Door], access: Access) -> ASGIApp:
                 door.name,
                 door.link.engines.statuses,
                 None if door.adapters is None else door.adapters.folders,
-                door.model.max_loras,
+                door.model.engine.max_loras,
             )
             for door in doors
         ]

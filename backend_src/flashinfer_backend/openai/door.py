@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,12 @@ import numpy as np
 
 from flashinfer_backend.core.bounds import ALL_PROMPTS, FIELDS, GUIDE, WORD_IDS
 from flashinfer_backend.core.values import some
-from flashinfer_backend.models.pooling import Task, read_pooling, read_prompts
+from flashinfer_backend.models.pooling import read_pooling, read_prompts
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.formats import choice
 from flashinfer_backend.openai.link import EngineLink, Reduce, Streams, unavailable
 from flashinfer_backend.openai.metrics import Metrics
+from flashinfer_backend.openai.model import Model
 from flashinfer_backend.openai.requests import Sampling
 from flashinfer_backend.openai.sampling import Defaults, Guide, Limits
 from flashinfer_backend.openai.store import Store
@@ -30,28 +30,6 @@ from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.transport.endpoint import ENGINE_DOWN
 
 LONG_TEXT = 4096  # characters from which a text is tokenized in a thread, so that streams go on
-
-
-@dataclass(frozen=True)
-class Model:
-    """What is served and how."""
-
-    folder: Path
-    tokenizer_folder: Path
-    names: tuple[str, ...]  # under which requests may ask for it
-    created: int  # seconds since the epoch
-    guided_decoding: bool = True
-    template_file: Path | None = None
-    tool_format: str = "auto"
-    reasoning_format: str = "auto"
-    openai_defaults: bool = False  # instead of generation_config.json's
-    ignore_effort: bool = False  # of reasoning, where the template has none
-    max_loras: int = 0  # adapters that one step can have
-    lora_root: Path | None = None  # below which adapters can be loaded at run time; None: none can
-    max_prompt_bytes: int = 0  # of a text that is tokenized; 0: as many as come
-    task: Task = "auto"  # of EngineConfig
-    engines: int = 1
-    profiles: bool = False  # whether clients may have the engines' steps traced
 
 
 class Door:
@@ -66,9 +44,10 @@ class Door:
         self.model, self.metrics, self.adapters, self.store = model, metrics, adapters, store
         self.link: EngineLink  # set once the event loop runs
         self.tokenizer = TextTokenizer(model.tokenizer_folder)
-        self.pooling = read_pooling(model.folder, model.tokenizer_folder, model.task)
+        self.pooling = read_pooling(model.folder, model.tokenizer_folder, model.engine.task)
         self.prompts, self.default_prompt = read_prompts(model.folder)
-        self.template = ChatTemplate.load(model.tokenizer_folder, model.template_file)
+        template = Path(model.template_file) if model.template_file else None
+        self.template = ChatTemplate.load(model.tokenizer_folder, template)
         self.defaults = Defaults() if model.openai_defaults else Defaults.load(model.folder)
         sources = (self.template.tool_source, self.template.source) if self.template else ("", "")
         found = model.tool_format, model.reasoning_format
@@ -108,7 +87,8 @@ class Door:
         status = self.link.engines.status
         if status is None:
             raise unavailable(ENGINE_DOWN)
-        return Limits(status.vocab_size, status.max_seq_len, status.max_input_len, self.model.guided_decoding)
+        guided = self.model.engine.guided_decoding_backend != "none"
+        return Limits(status.vocab_size, status.max_seq_len, status.max_input_len, guided)
 
     def check_model(self, name: str) -> str:
         """The model's name as a request has it. Raises ApiError for another model."""

@@ -16,8 +16,9 @@ from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import BUNDLED, processes_dir, resolve_model_dir
 from flashinfer_backend.core.processes import usable_cores
 from flashinfer_backend.openai.arguments import AUTO, KEYS_VARIABLE
+from flashinfer_backend.openai.model import Model
 from flashinfer_backend.openai.parent import metrics_dir
-from flashinfer_backend.openai.worker import ServedModel, WorkerOptions
+from flashinfer_backend.openai.worker import WorkerOptions
 
 # An engine of 8B on an H200 makes some 25 000 tokens/s. Four processes carry them with a quarter of a core
 # each, so that a request's first token waits for few others.
@@ -57,9 +58,17 @@ def worker_options(
     that of its checkpoint. server: the process that the run directories are named by. Takes the keys out of
     this process's environment, so that no process that it starts has them. Raises ValueError or OSError."""
     served = [
-        ServedModel(options.served_model_name or [name or _checkpoint_name(config)], config, str(folder))
+        Model(
+            options.served_model_name or [name or _checkpoint_name(config)], config, str(folder),
+            created=int(time.time()),
+            template_file=str(options.chat_template.absolute()) if options.chat_template else None,
+            tool_format=options.tool_format, reasoning_format=options.reasoning_format,
+            openai_defaults=options.default_sampling == "openai", ignore_effort=options.ignore_effort,
+            lora_root=_lora_root(options.lora_root, [config for _, config, _ in models]),
+            max_prompt_bytes=options.max_prompt_bytes,
+        )
         for name, config, folder in models
-    ]
+    ]  # fmt: skip
     if len(served) > 1:
         has = "the repository has several models, " + ", ".join(model.names[0] for model in served)
         if options.served_model_name:
@@ -82,17 +91,9 @@ def worker_options(
         )
     return WorkerOptions(
         models=served,
-        template_file=str(options.chat_template.absolute()) if options.chat_template else None,
-        created=int(time.time()),
-        tool_format=options.tool_format,
-        reasoning_format=options.reasoning_format,
-        lora_root=_lora_root(options.lora_root, served),
         allowed_origins=options.allowed_origins or [],
-        ignore_effort=options.ignore_effort,
-        openai_defaults=options.default_sampling == "openai",
         keys=_keys(options.api_key_file),
         max_body_bytes=options.max_request_bytes,
-        max_prompt_bytes=options.max_prompt_bytes,
         store_bytes=options.store_mib << 20,
         prompt_logits_bytes=options.prompt_logits_mib << 20,
         drain_s=drain_s,
@@ -108,7 +109,7 @@ def _checkpoint_name(config: EngineConfig) -> str:
     return BUNDLED if config.model_dir == BUNDLED else folder.resolve().name
 
 
-def _check_names(served: Sequence[ServedModel]) -> None:
+def _check_names(served: Sequence[Model]) -> None:
     """Raises ValueError where a request's `model` could mean two models or adapters."""
     adapters = [model.engine.lora_modules for model in served]
     names = [name for model in served for name in model.names]
@@ -120,11 +121,11 @@ def _check_names(served: Sequence[ServedModel]) -> None:
         )
 
 
-def _lora_root(root: Path | None, served: Sequence[ServedModel]) -> str | None:
+def _lora_root(root: Path | None, configs: Sequence[EngineConfig]) -> str | None:
     """Raises ValueError."""
     if root is None:
         return None
-    if not any(model.engine.max_loras for model in served):
+    if not any(config.max_loras for config in configs):
         raise ValueError("--lora-root needs a model that was built with max_loras")
     if not root.is_dir():
         raise ValueError(f"--lora-root {root}: there is no such folder")

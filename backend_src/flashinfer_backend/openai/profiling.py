@@ -85,6 +85,6 @@ async def _ask(door: Door, steps: int) -> list[str]:
         raise unavailable(str(error)) from None
     for number, answer in zip(futures, answers, strict=True):
         if answer.error:
-            engine = f"engine {number}: " if door.model.engines > 1 else ""
+            engine = f"engine {number}: " if door.model.engine.replicas > 1 else ""
             raise ApiError(engine + answer.error, 409 if answer.refused else 500)
     return [file for answer in answers for file in answer.files]

@@ -20,9 +20,8 @@ from pathlib import Path
 
 import msgspec
 
-from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.parent import end_with_parent
-from flashinfer_backend.core.paths import resolve_model_dir
+from flashinfer_backend.openai.model import Model
 from flashinfer_backend.transport.addresses import MOST_FILES, raise_open_files
 
 PACKAGES = ("fastapi", "uvicorn", "uvloop", "httptools", "prometheus_client")
@@ -36,40 +35,24 @@ RESERVED_FILES = (
 )
 
 
-class ServedModel(msgspec.Struct):
-    """A model of a server. names: under which requests may ask for it. run_dir: of its engines."""
-
-    names: list[str]
-    engine: EngineConfig
-    run_dir: str
-
-
 class WorkerOptions(msgspec.Struct, kw_only=True):
     """listener, notify: inherited file descriptors, which the parent fills in. The second, which does not
     block, is told lines: + and this process's pid when each model has an engine, . and its pid every BEAT_S
     while the event loop turns. doors: of read_doors. receive_s: of ConnectionLimits. max_connections: of
     room_for_connections."""
 
-    models: list[ServedModel]
+    models: list[Model]
     listener: int = -1
     notify: int = -1
-    created: int  # seconds since the epoch
-    template_file: str | None
-    tool_format: str
-    reasoning_format: str
-    openai_defaults: bool
-    keys: list[str]
+    keys: list[str] = []
     max_body_bytes: int
-    max_prompt_bytes: int
     prompt_logits_bytes: int
-    store_bytes: int
+    store_bytes: int = 0
     drain_s: int
     receive_s: int
-    max_connections: int
+    max_connections: int = 0
     metrics_dir: str
     doors: str
-    lora_root: str | None = None
-    ignore_effort: bool = False
     allowed_origins: list[str] = []
 
 
@@ -117,7 +100,7 @@ async def _run(options: WorkerOptions) -> int:
 
     from flashinfer_backend.openai.app import Access, make_app
     from flashinfer_backend.openai.connection import ConnectionLimits, limited_config
-    from flashinfer_backend.openai.door import Door, Model
+    from flashinfer_backend.openai.door import Door
     from flashinfer_backend.openai.link import EngineLink, LogitsRoom
     from flashinfer_backend.openai.metrics import Metrics
     from flashinfer_backend.openai.store import Store
@@ -126,33 +109,15 @@ async def _run(options: WorkerOptions) -> int:
 
     store = Store(options.store_bytes) if options.store_bytes else None
 
-    def make_door(served: ServedModel) -> Door:
-        config = served.engine
-        model = Model(
-            folder=resolve_model_dir(config.model_dir),
-            tokenizer_folder=resolve_model_dir(config.tokenizer_dir or config.model_dir),
-            names=tuple(served.names),
-            created=options.created,
-            guided_decoding=config.guided_decoding_backend != "none",
-            template_file=Path(options.template_file) if options.template_file else None,
-            tool_format=options.tool_format,
-            reasoning_format=options.reasoning_format,
-            openai_defaults=options.openai_defaults,
-            ignore_effort=options.ignore_effort,
-            max_prompt_bytes=options.max_prompt_bytes,
-            task=config.task,
-            engines=config.replicas,
-            profiles=config.profile_dir != "none",
-            max_loras=config.max_loras,
-            lora_root=Path(options.lora_root) if options.lora_root else None,
-        )
-        adapters = AdapterNames(config, Path(served.run_dir)) if config.max_loras else None
+    def make_door(model: Model) -> Door:
+        config = model.engine
+        adapters = AdapterNames(config, Path(model.run_dir)) if config.max_loras else None
         return Door(model, metrics, adapters, store)
 
     try:
-        names = [served.names[0] for served in options.models]
+        names = [model.names[0] for model in options.models]
         metrics = Metrics(Path(options.metrics_dir), Path(options.doors), names)
-        doors = [make_door(served) for served in options.models]
+        doors = [make_door(model) for model in options.models]
     except (OSError, ValueError) as error:
         print(f"openai: {error}", file=sys.stderr, flush=True)
         return NO_MODEL
@@ -180,10 +145,10 @@ async def _run(options: WorkerOptions) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
     room = LogitsRoom(options.prompt_logits_bytes, metrics.prompt_logits)
-    for door, served in zip(doors, options.models, strict=True):
-        config = served.engine
+    for door in doors:
+        config = door.model.engine
         engines = Engines(
-            Path(served.run_dir),
+            Path(door.model.run_dir),
             config.replicas,
             reuse=config.enable_kv_cache_reuse,
             period_s=config.stats_check_period_ms / 1000,
