@@ -12,9 +12,7 @@ alike to one server, whose prefix cache has them.
 import asyncio
 import hashlib
 import json
-import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -29,6 +27,8 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from flashinfer_backend.core.parent import end_with_parent
 
 START_S = 1800.0  # the first start on a GPU compiles kernels
 TRIES = 3  # of a request whose server ended before its first byte
@@ -83,7 +83,7 @@ class Server:
             auto_decompress=False,
         )
         command = [sys.executable, "-m", "flashinfer_backend.openai", "--model", model, "--port", str(port)]
-        self._process = subprocess.Popen([*command, *arguments], preexec_fn=_end_with_parent)
+        self._process = subprocess.Popen([*command, *arguments], preexec_fn=end_with_parent)
         until = asyncio.get_running_loop().time() + START_S
         while not await self._is_ready():
             if self._process.poll() is not None or asyncio.get_running_loop().time() > until:
@@ -128,15 +128,6 @@ class Server:
     async def __del__(self) -> None:
         self._process.terminate()
         await self._session.close()
-
-
-def _end_with_parent() -> None:
-    """In the child: SIGTERM when the replica's process ends, also by SIGKILL."""
-    import ctypes
-
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-    if os.getppid() == 1:
-        os._exit(1)
 
 
 class ByQueue:

@@ -88,20 +88,9 @@ def _decay_and_beta(a, b, a_log, dt_bias):
 
 @triton.jit
 def _convolved(
-    x,
-    inputs,
-    weight,
-    c,
-    token,
-    position,
-    first,
-    x_stride,
-    AXIS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TAPS: tl.constexpr,
-    LENGTH: tl.constexpr,
-    KEPT: tl.constexpr,
-):
+    x, inputs, weight, c, token, position, first, x_stride,
+    AXIS: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr, LENGTH: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
     """The convolution of channels c for the token at `position`, rounded as results of this step's longer
     rows are. `token`, at the position `first`, and those behind it are rows of x, those before are in inputs,
     the slot's, whose tokens have KEPT values.
@@ -123,36 +112,11 @@ def _convolved(
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "starts", "first", "held"])
 def _decode_rows(
-    qkv,
-    z,
-    a,
-    b,
-    conv,
-    a_log,
-    dt_bias,
-    norm,
-    recurrent,
-    inputs,
-    slots,
-    starts,
-    first,
-    held,
-    out,
-    eps,
-    x_stride,
-    z_stride,
-    a_stride,
-    b_stride,
-    HEADS: tl.constexpr,
-    SHARE: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TAPS: tl.constexpr,
-    LENGTH: tl.constexpr,
-    DRAFTS: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
+    qkv, z, a, b, conv, a_log, dt_bias, norm, recurrent, inputs, slots, starts, first, held, out, eps,
+    x_stride, z_stride, a_stride, b_stride,
+    HEADS: tl.constexpr, SHARE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr,
+    TAPS: tl.constexpr, LENGTH: tl.constexpr, DRAFTS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     # All of a layer for one head of a row. What a row reads of `inputs` no program writes in this step.
     _begin(NATIVE)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -209,24 +173,10 @@ def _decode_rows(
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["slots", "starts", "first"])
 def _convolve_rows(
-    x,
-    weight,
-    inputs,
-    slots,
-    starts,
-    first,
-    out,
-    rows,
-    x_stride,
-    C: tl.constexpr,
-    KEPT: tl.constexpr,
-    LENGTH: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
+    x, weight, inputs, slots, starts, first, out, rows, x_stride,
+    C: tl.constexpr, KEPT: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     _begin(NATIVE)
     row, tile = _find(starts, rows, tl.program_id(0), TOKENS, ROWS)
     if row >= rows:
@@ -255,20 +205,10 @@ def _convolve_rows(
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "starts", "first"])
 def _keep_inputs(
-    x,
-    inputs,
-    slots,
-    starts,
-    first,
-    x_stride,
-    C: tl.constexpr,
-    KEPT: tl.constexpr,
-    LENGTH: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TAPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
+    x, inputs, slots, starts, first, x_stride,
+    C: tl.constexpr, KEPT: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr,
+    BLOCK: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     # A kernel of its own: the one before reads what is replaced here.
     _begin(NATIVE)
     row = tl.program_id(0)
@@ -315,27 +255,10 @@ def _inverse(system, SIZE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["starts"])
 def _chunk_writes(
-    x,
-    a,
-    b,
-    a_log,
-    dt_bias,
-    starts,
-    u,
-    w,
-    scores,
-    factors,
-    rows,
-    a_stride,
-    b_stride,
-    HEADS: tl.constexpr,
-    SHARE: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
+    x, a, b, a_log, dt_bias, starts, u, w, scores, factors, rows, a_stride, b_stride,
+    HEADS: tl.constexpr, SHARE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
+    ROWS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     # What a chunk writes into its state is u - w @ state; scores: of its queries for what it writes. factors:
     # of a token's query for the state before its chunk, of its key at the chunk's end, of the state there.
     _begin(NATIVE)
@@ -387,25 +310,10 @@ def _chunk_writes(
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "starts", "first"])
 def _chunk_states(
-    x,
-    u,
-    w,
-    scores,
-    factors,
-    recurrent,
-    slots,
-    starts,
-    first,
-    results,
-    HEADS: tl.constexpr,
-    SHARE: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
+    x, u, w, scores, factors, recurrent, slots, starts, first, results,
+    HEADS: tl.constexpr, SHARE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr, STAGES: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     _begin(NATIVE)
     KEYS: tl.constexpr = HEADS // SHARE * DK
     C: tl.constexpr = 2 * KEYS + HEADS * DV
@@ -442,19 +350,9 @@ def _chunk_states(
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["starts"])
 def _gated_norm(
-    results,
-    z,
-    norm,
-    starts,
-    out,
-    rows,
-    z_stride,
-    eps,
-    HEADS: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
+    results, z, norm, starts, out, rows, z_stride, eps,
+    HEADS: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     # Of these rows' tokens; those behind the last row get zeros.
     _begin(NATIVE)
     token = tl.program_id(0).to(tl.int64)
