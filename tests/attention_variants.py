@@ -31,7 +31,7 @@ struct Sigmoid : AttentionVariantBase {
 """
 
 
-def sigmoids(scores: Tensor, distance: Tensor, by_head: Tensor) -> Tensor:
+def sigmoids(scores: Tensor, keys: Tensor, queries: Tensor, by_head: Tensor) -> Tensor:
     return torch.sigmoid(scores + by_head)
 
 

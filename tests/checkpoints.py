@@ -69,6 +69,20 @@ QWEN3_5 = {
     "linear_value_head_dim": 32,
 }
 SHARED_EXPERT = {"shared_expert_intermediate_size": 32}
+# Positions in several chunks; layers of each kind: with experts and without, with positions and without.
+LLAMA4 = {
+    **PLAIN_IDS,
+    "head_dim": 32,
+    "intermediate_size_mlp": 80,
+    "num_hidden_layers": 4,
+    "num_local_experts": 4,
+    "interleave_moe_layer_step": 2,
+    "no_rope_layers": [1, 0, 0, 1],
+    "layer_types": ["chunked_attention", "full_attention", "chunked_attention", "full_attention"],
+    "attention_chunk_size": 21,
+    "floor_scale": 16,
+    "attn_scale": 0.5,
+}
 LINEAR_ROPE = {"rope_type": "linear", "factor": 4.0}
 
 # kind -> (architecture, options that differ from SIZES, options of save_pretrained)
@@ -124,6 +138,7 @@ KINDS: dict[str, tuple[str, dict, dict]] = {
     "gemma3": ("Gemma3", GEMMA3 | {"final_logit_softcapping": 4.0}, {}),
     "gemma2-capped": ("Gemma2", GEMMA3 | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0}, {}),
     "gpt-oss": ("GptOss", GPT_OSS, {}),
+    "llama4": ("Llama4", LLAMA4, {}),
     "mpt": ("Mpt", {"hidden_size": 96, "num_attention_heads": 6, "max_seq_len": 512}, {}),
     "mixtral": ("Mixtral", {"num_local_experts": 4}, {}),
     "qwen3-moe": ("Qwen3Moe", {"head_dim": 32, **EXPERTS, "norm_topk_prob": True}, {}),
@@ -156,7 +171,7 @@ SIZES = {
 def make_model(kind: str, seed: int = 0, **overrides) -> transformers.PreTrainedModel:
     """A float32 transformers model of a kind named in KINDS; overrides are options of its config."""
     architecture, options, _ = KINDS[kind]
-    suffix = "TextConfig" if architecture.startswith(("Gemma3", "Qwen3_5")) else "Config"
+    suffix = "TextConfig" if architecture.startswith(("Gemma3", "Llama4", "Qwen3_5")) else "Config"
     config_class = getattr(transformers, f"{architecture}{suffix}")
     make = getattr(transformers, f"{architecture}ForCausalLM", transformers.AutoModelForCausalLM.from_config)
     sizes = SIZES | options | overrides
@@ -195,11 +210,14 @@ def make_multimodal(kind: str, path: Path) -> Path:
         "Gemma3": ("Gemma3", "gemma3_text", "siglip_vision_model"),
         "Qwen3_5": ("Qwen3_5", "qwen3_5_text", "qwen3_5_vision"),
         "Qwen3_5Moe": ("Qwen3_5Moe", "qwen3_5_moe_text", "qwen3_5_moe_vision"),
+        "Llama4": ("Llama4", "llama4_text", "llama4_vision_model"),
         "Mistral": ("Mistral3", "mistral", "pixtral"),
         "Ministral3": ("Mistral3", "ministral3", "pixtral"),
     }[architecture]
     # transformers ignores the cap of such checkpoints.
-    text = {"model_type": model_type, "tie_word_embeddings": True, "final_logit_softcapping": None}
+    # Llama 4's language model is a whole model in the other, whose own key says whether its head is tied.
+    tied = name != "Llama4"
+    text = {"model_type": model_type, "tie_word_embeddings": tied, "final_logit_softcapping": None}
     tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = getattr(transformers, f"{name}Config")(
         text_config=SIZES | options | text,

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from flashinfer_backend.config_tools.settings import engine_parameters
-from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.config import EngineConfig, resolve_limits
 from flashinfer_backend.core.paths import BUNDLED, resolve_model_dir
 from flashinfer_backend.models.hf import read_spec
 
@@ -66,6 +66,8 @@ def main(argv: list[str] | None = None) -> int:
         model = read_spec(folder) if options.model else read_spec(folder, changes=sizes)
         if config.quantization == "fp8":
             model = model.quantised_on_load()
+        config = resolve_limits(config, model.longest_seq_len)
+        model = model.within(config.max_seq_len)
         compiled = prebuild.prepare(config, model, _dtype(config, model, torch.device("cuda")))
         if options.output:
             print(prebuild.export(options.output))

@@ -20,6 +20,7 @@ KINDS = [
     "gpt-oss",
     "granite",
     "hunyuan",
+    "llama4",
     "mpt",
     "olmo3",
     "phi3",

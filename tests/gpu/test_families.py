@@ -21,6 +21,7 @@ KINDS = {
     "glm4": {},
     "granite": {"attention_multiplier": 0.1},
     "helium": {"head_dim": 64},
+    "llama4": {"intermediate_size_mlp": 512},
     "ministral3": {},
     "mpt": {},
     "hunyuan": {},

@@ -14,6 +14,7 @@ from attention_variants import SIGMOID
 from flashinfer_backend.attention.contract import Scores, StepShape, Variant
 from flashinfer_backend.attention.torch_paged import TorchPagedAttention
 from flashinfer_backend.attention.variants.alibi import ALIBI
+from flashinfer_backend.attention.variants.chunked import CHUNKED
 from flashinfer_backend.cache.device import KVCache
 from flashinfer_backend.models.hf.mpt import slopes
 from flashinfer_backend.ops import fp8
@@ -28,6 +29,7 @@ DEVICE, KV_HEADS, DIM = "cuda", 8, 128
 CASES: dict[str, tuple[Variant, int, list[float], bool]] = {
     "ALiBi": (ALIBI, 32, list(slopes(32)), False),
     "ALiBi, e4m3": (ALIBI, 8, list(slopes(8)), True),
+    "chunks": (CHUNKED, 40, [100.0] * 40, False),
     "sigmoids": (SIGMOID, 16, [-6 + index / 8 for index in range(16)], False),
 }
 

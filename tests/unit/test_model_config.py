@@ -442,6 +442,23 @@ def test_variants_of_attention_have_one_kernel(tmp_path, backend):
         check_cuda_formats(replace(config, attention_backend=backend), spec, torch.bfloat16)
 
 
+def test_chunks_count_where_sequences_are_longer(tmp_path):
+    """Up to a chunk's length any kernel of attention will do."""
+    spec = read_spec(make_checkpoint("llama4", tmp_path))
+    assert {mixer.variant for mixer in spec.within(22).attentions} == {"", "chunked"}
+    assert not any(mixer.variant or mixer.by_head for mixer in spec.within(21).attentions)
+    mpt = read_spec(make_checkpoint("mpt", tmp_path / "mpt"))
+    assert all(mixer.variant == "alibi" for mixer in mpt.within(1).attentions)
+    for keys, words in (
+        ({"num_experts_per_tok": 2}, "num_experts_per_tok 2 is not supported for Llama 4"),
+        ({"moe_layers": ["1"]}, "moe_layers is .* it should be a list of layers' numbers"),
+        ({"attention_chunk_size": None}, "attention_chunk_size is null; it should be an integer"),
+        ({"layer_types": ["full_attention"]}, "layer_types names 1 layers; it should name 4"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            read_spec(tmp_path, changes=keys)
+
+
 def test_means_of_quantised_weights_cannot_be_taken(tmp_path):
     """LayerNorm's mean is taken from the weights, which FP8 made on load has and FP8 as stored does not."""
     spec = read_spec(make_checkpoint("mpt", tmp_path))

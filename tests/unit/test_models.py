@@ -27,6 +27,7 @@ from flashinfer_backend.attention.contract import Scores
 from flashinfer_backend.attention.grouped import GroupAttention, GroupedAttention
 from flashinfer_backend.attention.torch_paged import TorchPagedAttention
 from flashinfer_backend.attention.variants.alibi import ALIBI
+from flashinfer_backend.attention.variants.chunked import CHUNKED
 from flashinfer_backend.cache.device import KVCache
 from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.models import upload, weights
@@ -391,7 +392,7 @@ def test_greedy_ids_match_transformers_in_a_mixed_batch(pair):
         assert len(set(output)) > 8
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "mistral", "ministral3", "qwen3.5", "qwen3.5-moe"])
+@pytest.mark.parametrize("kind", ["gemma3", "llama4", "mistral", "ministral3", "qwen3.5", "qwen3.5-moe"])
 def test_the_text_part_of_a_multimodal_checkpoint(kind, tmp_path):
     """Its tensors have another prefix there, and those for images are not read."""
     path = make_multimodal(kind, tmp_path)
@@ -461,8 +462,9 @@ def dense_attention(
         scores = how.soft_cap * (scores / how.soft_cap).tanh()
     own = k.shape[0] - q.shape[0]
     if how.variant is not None:
-        distance = torch.arange(k.shape[0]) - torch.arange(q.shape[0]).unsqueeze(1) - own
-        scores = how.variant.scores(scores, distance, how.by_head.double().view(-1, 1, 1))
+        queries = torch.arange(q.shape[0]).unsqueeze(1) + own
+        by_head = how.by_head.double().view(-1, 1, 1)
+        scores = how.variant.scores(scores, torch.arange(k.shape[0]), queries, by_head)
     unseen = torch.ones(scores.shape[1:], dtype=torch.bool).triu(own + 1)
     if window is not None:
         unseen |= torch.ones_like(unseen).tril(own - window)
@@ -476,16 +478,21 @@ def dense_attention(
 
 
 @pytest.mark.parametrize(("query_rows", "group_tokens"), [(1024, 4096), (8, 20)])
-@pytest.mark.parametrize("window", [None, 1, 9, 30, 40, 200])
 @pytest.mark.parametrize(
-    "how",
+    ("how", "window"),
     [
-        PLAIN,
-        Scores(0.4, 1.5),
-        Scores(0.25, None, SINKS),
-        Scores(0.4, 2.0, SINKS),
-        Scores(0.4, variant=ALIBI, by_head=SINKS.sigmoid()),
-        Scores(0.4, variant=SIGMOID, by_head=SINKS - 4),
+        (how, window)
+        for how in (
+            PLAIN,
+            Scores(0.4, 1.5),
+            Scores(0.25, None, SINKS),
+            Scores(0.4, 2.0, SINKS),
+            Scores(0.4, variant=ALIBI, by_head=SINKS.sigmoid()),
+            Scores(0.4, variant=SIGMOID, by_head=SINKS - 4),
+            Scores(0.4, variant=CHUNKED, by_head=torch.full_like(SINKS, 11)),
+        )
+        for window in (None, 1, 9, 30, 40, 200)
+        if how.variant is not CHUNKED or window is None  # chunks are counted from the first token
     ],
 )
 def test_paged_attention_matches_dense(monkeypatch, query_rows, group_tokens, window, how):

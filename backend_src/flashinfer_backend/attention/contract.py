@@ -18,14 +18,14 @@ class Variant(NamedTuple):
     declaration: for FlashInfer's FA2, CUDA text of a struct of this name that derives from
     AttentionVariantBase. Its `params` have by_head (float [heads]) and sm_scale, and its transform of logits
     multiplies them by sm_scale. It must keep to causal masks without windows.
-    scores: the same in plain torch, of scores float32 [B, H, Q, L], times their scale; distance, the
-    positions of keys less those of queries, and by_head, both of which broadcast to it.
+    scores: the same in plain torch, of scores float32 [B, H, Q, L], times their scale; the positions of keys
+    and of queries, and by_head, which broadcast to it.
     softmax: whether what it gives goes through the softmax; else they are the weights.
     """
 
     struct: str
     declaration: str
-    scores: Callable[[Tensor, Tensor, Tensor], Tensor]
+    scores: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     softmax: bool = True
 
 

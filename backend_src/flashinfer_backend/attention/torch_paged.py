@@ -235,8 +235,8 @@ def _attend(
     if causal:
         mask = torch.ones(weights.shape[-2:], dtype=torch.bool, device=q.device).tril()
     if scores.variant is not None and scores.by_head is not None:
-        distance = torch.arange(k.shape[2], device=k.device) - own
-        weights = scores.variant.scores(weights, distance, scores.by_head.view(q.shape[1], -1, 1))
+        keys, by_head = torch.arange(k.shape[2], device=k.device), scores.by_head.view(q.shape[1], -1, 1)
+        weights = scores.variant.scores(weights, keys, own, by_head)
         if not scores.variant.softmax:
             return (weights if mask is None else weights.masked_fill(~mask, 0)).to(v.dtype) @ v
     if mask is not None:

@@ -28,7 +28,6 @@ OTHER_TASKS = {
 }
 # Beginnings of architectures' names -> what such models have that is not computed.
 NOT_COMPUTED = {
-    "Llama4": "attention in chunks and a router of its own",
     "Deepseek": "latent attention (MLA)",
     "KimiK2": "latent attention (MLA)",
     "Glm4Moe": "shared experts",

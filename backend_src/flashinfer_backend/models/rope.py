@@ -67,7 +67,9 @@ def cos_sin(rope: Rope | None, max_positions: int) -> Tensor:
     return torch.cat((angles.cos() * magnitude, angles.sin() * magnitude), dim=-1)
 
 
-def query_scales(beta: float, every: int, max_positions: int) -> Tensor:
+def query_scales(beta: float, every: int, ahead: int, max_positions: int) -> Tensor:
     """[max_positions] float32: what rotated queries are multiplied by, 1 + beta * log(1 + n) at the positions
-    from n * every on. As in Llama 4, https://github.com/meta-llama/llama-models (models/llama4/model.py)."""
-    return 1 + beta * (1 + torch.arange(max_positions, dtype=torch.float32).div(every).floor()).log()
+    from n * every - ahead on. As in Llama 4, https://github.com/meta-llama/llama-models
+    (models/llama4/model.py)."""
+    positions = torch.arange(ahead, ahead + max_positions, dtype=torch.float32)
+    return 1 + beta * (1 + positions.div(every).floor()).log()

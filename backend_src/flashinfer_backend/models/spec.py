@@ -60,8 +60,8 @@ class Product:
     scale: what the checkpoint's weight is multiplied by. centred: the mean of the weight's rows is taken from
     each of them, so that the product's mean is 0. stacked: all experts are one tensor of the module's
     name, where the rows of an expert's several sources take turns. together: the name of a tensor that some
-    checkpoints have in place of the sources', where those of an expert are one behind the other. format: one
-    of ops.weight.FORMATS.
+    checkpoints have in place of the sources', where those of an expert are one behind the other; there,
+    matrices can be transposed. format: one of ops.weight.FORMATS.
     """
 
     name: str
@@ -76,6 +76,7 @@ class Product:
     centred: bool = False
     stacked: bool = False
     together: str = ""
+    transposed: bool = False
     format: WeightFormat = "dense"
 
     @cached_property
@@ -193,9 +194,9 @@ class Product:
 
 
 class Norm(NamedTuple):
-    """An RMSNorm's weight: what the layer calls it, the checkpoint's module within the layer, its length
-    there. It is the checkpoint's times `scale` plus `offset`. grain: each rank has a multiple of this many
-    values; 0: every rank has all of them. rows: of a rank's share."""
+    """An RMSNorm's weight: what the layer calls it, the checkpoint's module within the layer ("": it has
+    none, and the weight is 1), its length there. It is the checkpoint's times `scale` plus `offset`. grain:
+    each rank has a multiple of this many values; 0: every rank has all of them. rows: of a rank's share."""
 
     name: str
     module: str
@@ -289,10 +290,11 @@ class FullAttention:
     together ("all") before they are rotated, or each head behind ("rotated"). norms: theirs. window: the
     latest tokens that a token sees, itself included; None: all. scale, soft_cap: of the scores
     (attention.contract.Scores); None: 1 / sqrt(head_dim), and none. sinks: whether the checkpoint has a sink
-    for each head. query_scaling: (beta, positions), by which rotated queries grow
+    for each head. query_scaling: (beta, positions, ahead), by which rotated queries grow
     (models.rope.query_scales). variant: in attention.variants.VARIANTS, how scores become weights otherwise,
-    with its number for each head (by_head). gated: before the queries qkv has the rows of a gate, by whose
-    sigmoid what is attended is multiplied: https://arxiv.org/abs/2505.06708."""
+    with its number for each head (by_head), where a sequence can be longer than `variant_beyond` tokens.
+    gated: before the queries qkv has the rows of a gate, by whose sigmoid what is attended is multiplied:
+    https://arxiv.org/abs/2505.06708."""
 
     heads: int
     kv_heads: int
@@ -306,8 +308,9 @@ class FullAttention:
     scale: float | None = None
     soft_cap: float | None = None
     sinks: bool = False
-    query_scaling: tuple[float, int] | None = None
+    query_scaling: tuple[float, int, int] | None = None
     variant: str = ""
+    variant_beyond: int = 0
     by_head: tuple[float, ...] = ()
     gated: bool = False
 
@@ -436,9 +439,11 @@ class Gated:
 class Experts(Gated):
     """The weighted sum of `per_token` of `count` gated MLPs, which a router chooses for each token by the
     softmax of its logits: https://arxiv.org/abs/2101.03961. norm_topk: a token's weights are divided by their
-    sum. gate_up and down hold those of the first expert, then of the second and so on. clip: of their
-    activation, as ops.torch_ops.gated takes it. shared: an MLP of every token, whose result is added, times
-    the sigmoid of shared_gate's one value. Its products are named shared_gate_up and shared_down."""
+    sum. scaled_input: of a token's one expert the input is multiplied, by the sigmoid of its logit, and the
+    result is not. gate_up and down hold those of the first expert, then of the second and so on. clip: of
+    their activation, as ops.torch_ops.gated takes it. shared: an MLP of every token, whose result is added,
+    times the sigmoid of shared_gate's one value, where there is one. Its products are named shared_gate_up
+    and shared_down."""
 
     router: Product
     count: int
@@ -447,13 +452,13 @@ class Experts(Gated):
     clip: tuple[float, float] | None = None
     shared: Gated | None = None
     shared_gate: Product | None = None
+    scaled_input: bool = False
 
     @property
     def products(self) -> tuple[Product, ...]:
-        own = self.router, self.gate_up, self.down
-        if self.shared is None or self.shared_gate is None:
-            return own
-        return *own, *self.shared.products, self.shared_gate
+        shared = () if self.shared is None else self.shared.products
+        gate = () if self.shared_gate is None else (self.shared_gate,)
+        return self.router, self.gate_up, self.down, *shared, *gate
 
     def share(self, shard: Shard) -> Experts:
         """An equal part of the gates' rows."""
@@ -673,6 +678,17 @@ class ModelSpec:
         exceeds."""
         found = [mixer.window for mixer in self.attentions]
         return [window if window and window < max_seq_len else None for window in found]
+
+    def within(self: Spec, max_seq_len: int) -> Spec:
+        """The same for sequences of at most max_seq_len tokens: without variants that differ beyond them."""
+
+        def usual(layer: LayerSpec) -> LayerSpec:
+            mixer = layer.mixer
+            if not isinstance(mixer, FullAttention) or max_seq_len > mixer.variant_beyond:
+                return layer
+            return replace(layer, mixer=replace(mixer, variant="", by_head=()))
+
+        return replace(self, layers=tuple(map(usual, self.layers)))
 
     def check_max_seq_len(self, max_seq_len: int) -> None:
         """Raise ValueError if sequences of max_seq_len tokens are beyond what the model computes exactly."""

@@ -112,7 +112,8 @@ class Layer(nn.Module):
             if mlp.shared is not None:
                 shared = self._shared(hidden)
                 residual = shared if residual is None else residual + shared
-            return ops.experts_add(hidden, self.post_norm, self.eps, *weights, *routing, residual, mlp.clip)
+            options = mlp.clip, mlp.scaled_input
+            return ops.experts_add(hidden, self.post_norm, self.eps, *weights, *routing, residual, *options)
         plain = mlp.activation == "silu" and self.gate_up.bias is None
         if plain and self.post_norm is not None:
             inner = ops.norm_gate_up_silu(hidden, self.post_norm, self.eps, self.gate_up, chosen)
@@ -124,10 +125,13 @@ class Layer(nn.Module):
     def _shared(self, hidden: Tensor) -> Tensor:
         """A rank's part of what the MLP adds that all tokens share."""
         assert self.post_norm is not None
-        ops, normed = self.ops, self.ops.rms_norm(hidden, self.post_norm, self.eps)
+        ops, mlp = self.ops, self.spec.mlp
         inner = ops.norm_gate_up_silu(hidden, self.post_norm, self.eps, self.shared_gate_up)
-        gate = torch.sigmoid(F.linear(normed, self.shared_gate.data))
-        return gate * ops.linear_add(inner, self.shared_down, None)
+        added = ops.linear_add(inner, self.shared_down, None)
+        if isinstance(mlp, Experts) and mlp.shared_gate is None:
+            return added
+        normed = ops.rms_norm(hidden, self.post_norm, self.eps)
+        return torch.sigmoid(F.linear(normed, self.shared_gate.data)) * added
 
     def _added(self, x: Tensor, weight: Weight, residual: Tensor | None, chosen: Chosen | None) -> Tensor:
         """A rank's part of residual + weight of x + bias + what its tokens' adapters add."""
@@ -166,8 +170,9 @@ class AttentionLayer(Layer):
             self.q_norm = self.k_norm = None
         self.sinks = parameter((own.heads,), torch.float32, cos_sin.device) if own.sinks else None
         self.query_scales: Tensor | None = None
-        if own.query_scaling is not None and len(cos_sin) > own.query_scaling[1]:
-            scales = query_scales(*own.query_scaling, len(cos_sin))
+        beta, every, ahead = own.query_scaling or (0.0, 0, 0)
+        if beta and len(cos_sin) + ahead > every:
+            scales = query_scales(beta, every, ahead, len(cos_sin))
             self.query_scales = scales.to(cos_sin.device, dtype)
 
     def before(

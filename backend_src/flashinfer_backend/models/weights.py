@@ -182,6 +182,10 @@ def _of_delta_net(layer: DeltaLayer, prefix: str) -> dict[str, Stored]:
 
 
 def _of_norm(norm: Norm, target: Tensor, prefix: str) -> dict[str, Stored]:
+    if not norm.module:
+        target.fill_(1.0)
+        return {}
+
     def take(found: Tensor) -> None:
         changed = (norm.scale, norm.offset) != (1, 0)
         target.copy_(found.float() * norm.scale + norm.offset if changed else found)
@@ -216,21 +220,25 @@ def of_product(product: Product, weight: Weight, prefix: str = "") -> dict[str, 
 
 
 def _of_all(product: Product, weight: Weight, prefix: str, own: dict[str, Stored]) -> dict[str, Stored]:
-    """A tensor [E, N, K] of all experts that fills a product's weight in place of `own`, which has those of
-    each."""
+    """A tensor [E, N, K] of all experts, or `transposed`, that fills a product's weight in place of `own`,
+    which has those of each."""
     count, columns = product.experts, product.sources[0].part.columns
     first = product.sources[: len(product.sources) // count]
-    height, width = first[0].part.whole
+    each_height, width = first[0].part.whole
 
     def take(found: Tensor) -> None:
-        for index, matrices in enumerate(found.to(weight.data.device).split(1)):
-            each = zip(first, matrices[0].split(height), strict=True)
+        found = found.to(weight.data.device)
+        for index, matrices in enumerate((found.transpose(1, 2) if product.transposed else found).split(1)):
+            each = zip(first, matrices[0].split(each_height), strict=True)
             expert = weight.part(index, count)
             expert.format.fill(expert, torch.cat([matrix[source.part.rows] for source, matrix in each]))
 
-    shape = count, height * len(first), width
-    name = f"{prefix}{product.together}"
-    stored = Stored((shape,), FLOATS, take, more=(columns,), fills=f"{prefix}{product.name}")
+    height, name = each_height * len(first), f"{prefix}{product.together}"
+    if product.transposed:
+        stored = Stored(((count, width, height),), FLOATS, take, columns=columns)
+    else:
+        stored = Stored(((count, height, width),), FLOATS, take, more=(columns,))
+    stored = stored._replace(fills=f"{prefix}{product.name}")
     return {name: stored._replace(optional=True, instead=tuple(own))}
 
 

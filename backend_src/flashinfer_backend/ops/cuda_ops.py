@@ -217,10 +217,13 @@ def experts_add(
     renormalise: bool,
     residual: Tensor | None,
     clip: tuple[float, float] | None = None,
+    scaled_input: bool = False,
 ) -> Tensor:
     """residual (None: 0) plus each token's experts of n = rms_norm(x), chosen and weighted by n @ router.T:
     x[T, H], router[E, H], gate_up[E 2I, H], down[E H, I], residual[T, H] -> [T, H]. See ops.torch_ops."""
     normed = rms_norm(x, norm_weight, eps)
     logits = cuda_experts.router_logits(normed, router)
+    if scaled_input:
+        normed = normed * logits.amax(-1, keepdim=True).sigmoid().to(normed.dtype)
     weights, routing = (gate_up, down), (experts_per_token, renormalise)
     return cuda_experts.weighted_sum(normed, logits, *weights, *routing, residual, clip)

@@ -142,19 +142,23 @@ def experts_add(
     renormalise: bool,
     residual: Tensor | None,
     clip: tuple[float, float] | None = None,
+    scaled_input: bool = False,
 ) -> Tensor:
     """residual (None: 0) plus each token's experts, which `route` chooses by n @ router.T, in float32, and
     weights: down @ `gated`(gate @ n, up @ n, clip) of an expert with n = rms_norm(x). x[T, H], residual[T, H]
     -> [T, H]. Use the returned tensor.
 
     router[E, H]; gate_up[E 2I, H] and down[E H, I] hold the experts below each other, of each the gate's rows
-    before the up projection's. Each may have a bias. May overwrite residual.
+    before the up projection's. Each may have a bias. scaled_input, with one renormalised expert for a token:
+    n is multiplied by the sigmoid of its logit once it is chosen. May overwrite residual.
     """
     normed, count = rms_norm(x, norm_weight, eps), len(router.data)
     # Rounded to 16 bits, logits would be equal more often, and another expert would be taken.
     bias = None if router.bias is None else router.bias.float()
     logits = F.linear(normed.float(), router.data.float(), bias)
     chosen, weights = route(logits, experts_per_token, renormalise)
+    if scaled_input:
+        normed = normed * logits.amax(-1, keepdim=True).sigmoid().to(normed.dtype)
     result = torch.zeros_like(x, dtype=torch.float32)
     for expert in chosen.unique().tolist():
         tokens, place = torch.where(chosen == expert)

@@ -158,15 +158,15 @@ def call_operations(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) 
     mixer = model.attention
     heads, kv_heads, dim = mixer.heads, mixer.kv_heads, mixer.head_dim
     block = config.tokens_per_block
-    norm = empty(dim) if mixer.qk_norm in ("head", "rotated") else None
     stored = dtype if config.kv_cache_dtype == "auto" else E4M3
     cache = empty(2, block, kv_heads, dim, of=stored), empty(2, block, kv_heads, dim, of=stored)
     qkv = empty(4, mixer.qkv.shape[0])[:, : (heads + 2 * kv_heads) * dim]
-    for rotated in {each.rope.dim if each.rope else 0 for each in model.attentions}:
+    for rotated, kind in {(each.rope.dim if each.rope else 0, each.qk_norm) for each in model.attentions}:
+        norm = empty(dim) if kind in ("head", "rotated") else None
         rope_and_store(
             qkv, words(4), empty(config.max_seq_len, rotated, of=torch.float32), *cache, words(4), norm, norm,
             model.norm_eps, heads, kv_heads,
-            norm_rotated=mixer.qk_norm == "rotated",
+            norm_rotated=kind == "rotated",
         )  # fmt: skip
     table = words(config.max_num_seqs + 1, -(-config.max_seq_len // block))
     last_token = words(config.max_num_seqs + 1)

@@ -3,6 +3,7 @@
 
 from flashinfer_backend.attention.contract import Variant
 from flashinfer_backend.attention.variants.alibi import ALIBI
+from flashinfer_backend.attention.variants.chunked import CHUNKED
 
 # By the name that a layer's spec has (models.spec.FullAttention.variant).
-VARIANTS: dict[str, Variant] = {"alibi": ALIBI}
+VARIANTS: dict[str, Variant] = {"alibi": ALIBI, "chunked": CHUNKED}

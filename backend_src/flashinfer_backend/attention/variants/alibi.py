@@ -30,9 +30,9 @@ struct Alibi : AttentionVariantBase {
 """
 
 
-def biased(scores: Tensor, distance: Tensor, by_head: Tensor) -> Tensor:
+def biased(scores: Tensor, keys: Tensor, queries: Tensor, by_head: Tensor) -> Tensor:
     """See Variant. by_head: slopes."""
-    return scores + by_head * distance
+    return scores + by_head * (keys - queries)
 
 
 ALIBI = Variant("Alibi", DECLARATION, biased)

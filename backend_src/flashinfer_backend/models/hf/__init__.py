@@ -26,6 +26,7 @@ from flashinfer_backend.models.hf.helium import helium
 from flashinfer_backend.models.hf.hunyuan_v1_dense import hunyuan_v1_dense
 from flashinfer_backend.models.hf.internlm3 import internlm3
 from flashinfer_backend.models.hf.llama import llama
+from flashinfer_backend.models.hf.llama4 import llama4_text
 from flashinfer_backend.models.hf.ministral import ministral
 from flashinfer_backend.models.hf.ministral3 import ministral3
 from flashinfer_backend.models.hf.mistral import mistral
@@ -48,6 +49,7 @@ from flashinfer_backend.models.spec import ModelSpec
 # Each function has the name of its family's model_type.
 ARCHITECTURES: dict[str, Callable[[Config], ModelSpec]] = {
     "LlamaForCausalLM": llama,
+    "Llama4ForCausalLM": llama4_text,
     "MistralForCausalLM": mistral,
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,

@@ -95,6 +95,15 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 512,
         },
     ),
+    "Llama4ForConditionalGeneration": (
+        "Llama4ForCausalLM",
+        {
+            "vocab_size": 202048, "hidden_size": 5120, "intermediate_size": 8192,
+            "intermediate_size_mlp": 16384, "num_hidden_layers": 48, "num_attention_heads": 40,
+            "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "num_local_experts": 16,
+            "num_experts_per_tok": 1,
+        },
+    ),
     "Mistral3ForConditionalGeneration": (
         "MistralForCausalLM",
         {
@@ -114,7 +123,7 @@ ALIASES = (
 )
 IGNORED = (
     "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.",
-    "model.visual.",
+    "model.visual.", "vision_model.",
 )  # fmt: skip
 # Norms of a layer, and the modules that have their weights.
 PRE_NORMS = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
@@ -158,7 +167,7 @@ class Config:
                     f"{key} {shown(found)} is not supported; supported: {shown(value)} or absent"
                 )
         for key, (harmless, instead) in NOT_HONOURED.items():
-            if self.raw.get(key) not in (None, *harmless):
+            if key not in read and self.raw.get(key) not in (None, *harmless):
                 raise UnsupportedModelError(
                     f"{key} is {shown(self.raw[key])}, which is not supported: {instead}"
                 )
@@ -307,37 +316,50 @@ class Config:
         )
 
     def gated(
-        self, activation: Activation = "silu", bias: bool = False, fused: str = "", gate: bool = True
+        self,
+        activation: Activation = "silu",
+        bias: bool = False,
+        fused: str = "",
+        gate: bool = True,
+        size_key: str = "intermediate_size",
+        block: str = "mlp",
     ) -> Gated:
         """An MLP as Llama's. fused: the module that has gate and up projection in one matrix. gate: whether
-        it has one."""
+        it has one. block: the module that has it."""
         names = fused or "gate_proj", fused or "up_proj", "down_proj"
-        mlp = self._gated("intermediate_size", ["mlp"], names)
+        mlp = self._gated(size_key, [block], names)
         gate_up, (_, up) = mlp.gate_up, mlp.gate_up.sources
         if fused:
-            sizes = mlp.size, mlp.size
-            gate_up = replace(gate_up, sources=tuple(parts([f"mlp.{fused}"] * 2, sizes, self.hidden_size)))
+            both = parts([f"{block}.{fused}"] * 2, (mlp.size, mlp.size), self.hidden_size)
+            gate_up = replace(gate_up, sources=tuple(both))
         if not gate:
             gate_up = replace(gate_up, sources=(up,), role="qkv")
         gate_up, down = replace(gate_up, bias=bias), replace(mlp.down, bias=bias)
         return replace(mlp, gate_up=gate_up, down=down, activation=activation)
 
     def experts(
-        self, size_key: str, block: str, names: tuple[str, str, str], norm_topk: bool, together: bool = False
+        self,
+        size_key: str,
+        block: str,
+        names: tuple[str, str, str],
+        norm_topk: bool,
+        together: bool = False,
+        transposed: bool = False,
+        router: str = "gate",
     ) -> Experts:
         """block: the module that has the router and the experts. names: of an expert's gate, up and down.
-        together: some checkpoints have all experts in one tensor."""
+        together: some checkpoints have all experts in one tensor, of transposed matrices or not."""
         count, per_token = self.expert_counts()
         mlps = self._gated(size_key, [f"{block}.experts.{index}" for index in range(count)], names, count)
         if together:
             gate_up, down = (f"{block}.experts.{name}" for name in ("gate_up_proj", "down_proj"))
             mlps = replace(
                 mlps,
-                gate_up=replace(mlps.gate_up, together=gate_up),
-                down=replace(mlps.down, together=down),
+                gate_up=replace(mlps.gate_up, together=gate_up, transposed=transposed),
+                down=replace(mlps.down, together=down, transposed=transposed),
             )
-        router = Product("router", (whole(f"{block}.gate", count, self.hidden_size),), None, "")
-        return Experts(mlps.size, size_key, mlps.gate_up, mlps.down, router, count, per_token, norm_topk)
+        chosen_by = Product("router", (whole(f"{block}.{router}", count, self.hidden_size),), None, "")
+        return Experts(mlps.size, size_key, mlps.gate_up, mlps.down, chosen_by, count, per_token, norm_topk)
 
     def shared_expert(self, size_key: str, block: str) -> tuple[Gated, Product]:
         """An MLP that all tokens share, and its gate. block: the module that has them."""
@@ -413,6 +435,19 @@ class Config:
                 f"layer_types names {len(types)} layers; it should name num_hidden_layers, {self.num_layers}"
             )
         return [window if name == "sliding_attention" else None for name in types]
+
+    def rotated_layers(self) -> list[int]:
+        """Of each layer, 1 if it has a rotary embedding, else 0; by default every fourth has none."""
+        interval, count = self.count_or("no_rope_layer_interval", 4), self.num_layers
+        rotated = self.raw.get("no_rope_layers")
+        if rotated is None:
+            rotated = [int((index + 1) % interval != 0) for index in range(count)]
+        if type(rotated) is not list or len(rotated) != count or any(each not in (0, 1) for each in rotated):
+            raise ValueError(
+                f"no_rope_layers is {shown(rotated)}; it should be a list of num_hidden_layers, {count},"
+                " numbers: 1 for a layer with rotary embedding, 0 for one without"
+            )
+        return rotated
 
     def layer_types(self, other: str = "sliding_attention") -> list[str] | None:
         """What each layer's mixer is, full_attention or the `other`; None where config.json does not say

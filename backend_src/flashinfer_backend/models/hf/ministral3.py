@@ -35,5 +35,5 @@ def ministral3(config: Config) -> ModelSpec:
         raise ValueError(f"rope_parameters should have {BETA}, a number, and {ORIGINAL}, a whole one")
     attention = config.attention(kv_heads=8, head_dim=128, theta=1e6, rope=known)
     window = config.window(otherwise=None)
-    attention = replace(attention, window=window, query_scaling=(float(beta), every))
+    attention = replace(attention, window=window, query_scaling=(float(beta), every, 0))
     return config.changed(rope_scaling=known).model([(attention, config.gated())] * config.num_layers)

@@ -5,24 +5,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashinfer_backend.core.values import shown
 from flashinfer_backend.models.hf.config import Config
 from flashinfer_backend.models.spec import ModelSpec
 
 
 def smollm3(config: Config) -> ModelSpec:
     config.only("attention_bias", "mlp_bias")
-    bias, count = config.flag("attention_bias"), config.num_layers
+    bias = config.flag("attention_bias")
     attention = config.attention(kv_heads=4, theta=2e6, bias=bias, o_bias=bias)
-    interval = config.count_or("no_rope_layer_interval", 4)
-    rotated = config.raw.get("no_rope_layers")
-    if rotated is None:
-        rotated = [int((index + 1) % interval != 0) for index in range(count)]
-    if type(rotated) is not list or len(rotated) != count or any(each not in (0, 1) for each in rotated):
-        raise ValueError(
-            f"no_rope_layers is {shown(rotated)}; it should be a list of num_hidden_layers, {count},"
-            " numbers: 1 for a layer with rotary embedding, 0 for one without"
-        )
+    rotated = config.rotated_layers()
     window = config.window(otherwise=None) if config.flag("use_sliding_window") else None
     windows = (
         config.windows(window)
