@@ -24,6 +24,7 @@ from flashinfer_backend.structured.compiler import HEAD, GrammarCompiler, TokenT
 from flashinfer_backend.structured.ebnf import lark_grammar
 from flashinfer_backend.structured.grammar import Grammar, GrammarError
 from flashinfer_backend.structured.masks import Move, SequenceGrammars
+from flashinfer_backend.structured.regex import few_words
 from flashinfer_backend.text.tokenizer import TextTokenizer
 from unit.grammars import admits, matcher
 
@@ -197,6 +198,11 @@ def language(rules: dict[str, Any], longest: int) -> set[str]:
     return words["root"]
 
 
+def test_words_of_an_expression_are_listed_while_they_are_few():
+    assert few_words("^[ab]c?$", 2) == {"a", "b", "ac", "bc"}
+    assert few_words("^[ab]c?$", 1) is few_words("^[ab]{12}$", 100) is None
+
+
 def test_an_optional_part_of_ebnf_stays_one_terminal():
     """A terminal for each character takes milliseconds a mask."""
     text = lark_grammar('root ::= "(" ([a-z]+ ("," root)?)? ")"')
@@ -233,6 +239,7 @@ def test_random_ebnf_admits_its_language(seed):
         ("ebnf_grammar", 'root ::= "a"{3,2}', "wrong way round"),
         ("ebnf_grammar", "root ::= [z-a]", "from a higher to a lower"),
         ("ebnf_grammar", "root ::= []", "no characters"),
+        ("ebnf_grammar", r"root ::= [^\x00-\U0010ffff]", "no characters"),
         ("ebnf_grammar", r'root ::= "\ud800"', "no character"),
         ("ebnf_grammar", "root ::= " + "(" * 200 + '"a"' + ")" * 200, "nested more than 100 deep"),
         ("ebnf_grammar", 'root ::= "a"{200000}', "beyond 100000"),

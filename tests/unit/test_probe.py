@@ -111,6 +111,17 @@ def outcomes(port: int) -> set[str]:
     return found
 
 
+def test_the_stand_in_has_the_family_of_its_address() -> None:
+    with socket.socket(socket.AF_INET6) as unused:
+        unused.bind(("::1", 0))
+        port = unused.getsockname()[1]
+    with (
+        stand_in(ipaddress.ip_address("::1"), port),
+        urllib.request.urlopen(f"http://[::1]:{port}/v2/health/live", timeout=120) as answer,
+    ):
+        assert answer.status == 200
+
+
 def test_the_stand_in_answers_until_the_next_server_listens() -> None:
     old = listen()
     port = old.getsockname()[1]
