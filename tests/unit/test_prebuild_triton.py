@@ -173,6 +173,18 @@ def test_a_delta_net_has_one_variant_for_any_step():
     assert prebuild_triton.compile_together(list(compiled.values())) == []
 
 
+@pytest.mark.parametrize(("dim", "width"), [(96, 4), (8, 4), (128, 17)])
+def test_delta_nets_of_other_sizes_are_refused(dim, width):
+    from flashinfer_backend.ops.torch_delta import DeltaRows, DeltaStates, DeltaWeights
+    from flashinfer_backend.ops.triton_delta import delta_net
+
+    one, words = torch.empty(1), torch.zeros(2, dtype=torch.int32)
+    qkv, weights = torch.empty(1, 3 * dim), DeltaWeights(torch.empty(3 * dim, width), one, one, one, 1e-6)
+    states = DeltaStates(torch.empty(1, 1, dim, dim), torch.empty(1, width, 3 * dim + 2))
+    with pytest.raises(ValueError, match=f"heads of {dim} .* convolution of {width} inputs"):
+        delta_net(qkv, one, one, one, weights, states, DeltaRows(words[1:], words, words[1:], None, 1))
+
+
 def test_a_cache_in_fp8_has_kernels_of_its_own():
     """Which any number of rows, and both kinds of scales, share."""
     from flashinfer_backend.attention import split, triton_copy, triton_decode

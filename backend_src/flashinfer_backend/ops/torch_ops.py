@@ -12,12 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashinfer_backend.ops import fp8
-from flashinfer_backend.ops.torch_delta import causal_conv as causal_conv
 from flashinfer_backend.ops.torch_delta import count_held as count_held
-from flashinfer_backend.ops.torch_delta import delta_gates as delta_gates
 from flashinfer_backend.ops.torch_delta import delta_net as delta_net
-from flashinfer_backend.ops.torch_delta import gated_delta_rule as gated_delta_rule
-from flashinfer_backend.ops.torch_delta import gated_norm as gated_norm
 from flashinfer_backend.ops.weight import Chosen, Weight
 
 _MASK32 = 0xFFFFFFFF

@@ -373,10 +373,16 @@ def _gated_norm(
 def delta_net(
     qkv: Tensor, z: Tensor, a: Tensor, b: Tensor, weights: DeltaWeights, states: DeltaStates, rows: DeltaRows
 ) -> Tensor:
-    """See ops.torch_delta.delta_net. Dk and Dv are powers of two from 16 on, 16 inputs are convolved at most.
-    Tokens behind the last row get zeros."""
+    """See ops.torch_delta.delta_net. Tokens behind the last row get zeros.
+
+    Raises ValueError for heads and convolutions that the kernels do not take."""
     (tokens, channels), width = qkv.shape, weights.conv.shape[1]
     heads, dk, dv = states.recurrent.shape[1:]
+    if any(size < 16 or size & (size - 1) for size in (dk, dv)) or width > _TOKENS:
+        raise ValueError(
+            f"heads of {dk} and {dv} and a convolution of {width} inputs: on a GPU, heads of delta nets have"
+            f" a power of two from 16 on, and convolutions at most {_TOKENS} inputs"
+        )
     decodes, prompts = rows.decodes, len(rows.slots) - rows.decodes
     assert rows.first.is_contiguous()
     share = heads // ((channels - heads * dv) // (2 * dk))
