@@ -59,7 +59,7 @@ REFUSALS = [
     (["triton_backend=tensorrtllm"], "always runs on Triton's python backend; accepted: python"),
     (["max_beam_width=4"], "beam search is not supported"),
     (["decoding_mode=medusa"], "decoding is always by top-k and top-p sampling, or greedy"),
-    (["medusa_choices=1"], "drafts come from speculative_method=ngram or eagle3"),
+    (["medusa_choices=1"], "drafts come from speculative_method=ngram, eagle3 or mtp"),
     (["lora_cache_max_adapter_size=64"], "the largest rank is max_lora_rank"),
     (["cuda_graph_mode=true"], "set cuda_graph_batch_sizes"),
     (["gpu_device_ids=0;1"], "has the GPUs of 2 engines, and replicas=1: set replicas=2, or name 1 groups"),
@@ -307,6 +307,7 @@ def test_a_python_without_the_dependencies_is_told_what_to_do():
 def test_drafters_that_do_not_fit_are_named_with_the_reason(refused, tmp_path):
     sizes = {"hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "known": 32}
     head, other = make_head("speculators", tmp_path / "head", **sizes, vocab=32), tmp_path / "other"
+    assert "mtp needs a checkpoint of a family that" in refused("--set", "speculative_method=mtp")
     eagle = "--set", "speculative_method=eagle3"
     message = refused(*eagle, "--set", f"draft_model={head}")
     assert f"draft_model={head}: the drafter has vocab_size 32, and the target 64" in message

@@ -53,6 +53,8 @@ def _check_checkpoint(values: dict[str, str], problems: list[str]) -> ModelSpec 
             model = model.quantised_on_load()
         if model.pooling is not None and values["speculative_method"] != "none":
             problems.append(f"speculative_method should be none: the checkpoint is {model.pooling.what}")
+        if values["speculative_method"] == "mtp":
+            model.check_drafts()
         model.share(Shard(0, int(values["tensor_parallel_size"])))
         return model
     except (OSError, ValueError) as error:

@@ -33,7 +33,7 @@ class ForeignKnob:
 _NO_ENGINE = "there are no engine files here: set model_dir to a Hugging Face checkpoint folder"
 _NO_ENCODER = "encoder-decoder models are not supported"
 _LORA_ROOM = "room for adapters is max_loras times max_lora_rank: set these"
-_NO_SPECULATION = "drafts come from speculative_method=ngram or eagle3"
+_NO_SPECULATION = "drafts come from speculative_method=ngram, eagle3 or mtp"
 _NO_MULTIMODAL = "multimodal models are not supported"
 _NO_BLS = "the BLS model is the ensemble under a second name, without a process: set tensorrt_llm_bls=true"
 _NO_OFFLOAD = "the KV cache is not offloaded to host memory"

@@ -65,9 +65,10 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     attention_backend: Annotated[Literal["auto", "fa2", "xqa", "triton", "torch"], Setting(
         "attention of decode steps: FlashInfer's fa2 or xqa, this project's Triton kernel, or plain torch for"
         " all steps; auto = the fastest measured one on a GPU, torch on a CPU")] = "auto"
-    speculative_method: Annotated[Literal["none", "ngram", "eagle3"], Setting(
+    speculative_method: Annotated[Literal["none", "ngram", "eagle3", "mtp"], Setting(
         "guesses the next tokens, which a step then checks at once: answers stay the same. ngram = what"
-        " followed the last tokens before, in prompt or answer; eagle3 = by the head in draft_model"
+        " followed the last tokens before, in prompt or answer; eagle3 = by the head in draft_model; mtp = by"
+        " the head that the checkpoint brings (Qwen3.5, Qwen3-Next)"
     )] = "none"
     draft_model: Annotated[str, Setting(
         "folder of the EAGLE-3 head of speculative_method=eagle3; bundled = the bundled model's",

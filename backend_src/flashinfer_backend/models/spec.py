@@ -495,6 +495,10 @@ class LayerSpec:
         """Products that adapters can add to; experts, routed or shared, have none."""
         return *self.mixer.products, *(() if isinstance(self.mlp, Experts) else self.mlp.products)
 
+    def share(self, shard: Shard) -> LayerSpec:
+        """One rank's share."""
+        return replace(self, mixer=self.mixer.share(shard), mlp=self.mlp.share(shard))
+
     def map(self, change: Callable[[Product], Product]) -> LayerSpec:
         """The same with other products, of those that can be quantised."""
         return replace(self, mixer=self.mixer.map(change), mlp=self.mlp.map(change))
@@ -513,7 +517,8 @@ class ModelSpec:
     by, rounded to the model's type. centred: all that is written to the residual stream has a mean of 0, so
     that an RMSNorm of it is a LayerNorm: https://arxiv.org/abs/1607.06450. logits_soft_cap: logits become
     soft_cap * tanh(logit / soft_cap).
-    pooling: what an embedding model or a reranker gives in place of logits.
+    pooling: what an embedding model or a reranker gives in place of logits. mtp: the layer of a head for
+    drafts that the checkpoint brings (speculate.mtp).
     """
 
     layers: tuple[LayerSpec, ...]
@@ -535,6 +540,7 @@ class ModelSpec:
     centred: bool = False
     logits_soft_cap: float | None = None
     pooling: Pooling | None = None
+    mtp: LayerSpec | None = None
 
     def share(self: Spec, shard: Shard) -> Spec:
         """One rank's share under tensor parallelism: whole heads, and an equal part of each MLP's rows and of
@@ -544,11 +550,9 @@ class ModelSpec:
         """
         if shard.size == 1:
             return self
-        layers = tuple(
-            replace(layer, mixer=layer.mixer.share(shard), mlp=layer.mlp.share(shard))
-            for layer in self.layers
-        )
-        return replace(self, layers=layers, shard=shard).checked()
+        mtp = None if self.mtp is None else self.mtp.share(shard)
+        layers = tuple(layer.share(shard) for layer in self.layers)
+        return replace(self, layers=layers, mtp=mtp, shard=shard).checked()
 
     def pooled(self: Spec, pooling: Pooling | None) -> Spec:
         """The same as an embedding model or a reranker. Tensors may lack the prefix of the model's module; a
@@ -567,6 +571,15 @@ class ModelSpec:
             tie_word_embeddings=self.tie_word_embeddings or headless,
         )
 
+    def check_drafts(self) -> LayerSpec:
+        """`mtp`. Raises UnsupportedModelError where there is none."""
+        if self.mtp is None:
+            raise UnsupportedModelError(
+                "speculative_method=mtp needs a checkpoint of a family that brings such a head (Qwen3.5,"
+                " Qwen3-Next): set it to ngram, eagle3 or none"
+            )
+        return self.mtp
+
     @property
     def outputs(self) -> int:
         """Numbers for each sampled token: logits of the vocabulary, or what a pooling model gives."""
@@ -576,8 +589,12 @@ class ModelSpec:
 
     def with_format(self: Spec, format: WeightFormat) -> Spec:
         """The same with all products of its layers in this format. Raises as checked()."""
-        layers = tuple(layer.map(lambda product: replace(product, format=format)) for layer in self.layers)
-        return replace(self, layers=layers, format=format).checked()
+
+        def formatted(layer: LayerSpec) -> LayerSpec:
+            return layer.map(lambda product: replace(product, format=format))
+
+        layers, mtp = tuple(map(formatted, self.layers)), None if self.mtp is None else formatted(self.mtp)
+        return replace(self, layers=layers, mtp=mtp, format=format).checked()
 
     def quantised_on_load(self: Spec) -> Spec:
         """The same with its layers' products in FP8, made from 16-bit weights while they load.

@@ -28,7 +28,7 @@ class Attention(Protocol):
 
 
 class Taps(NamedTuple):
-    """Which layers' outputs are wanted, ascending, without the last layer's; and where they are written:
+    """Which layers' outputs are wanted, ascending; and where they are written:
     out[T, len(layers) * hidden], side by side. rows: int64 [T], the tokens' rows in an `out` of more; None:
     in their order."""
 
@@ -50,6 +50,10 @@ class Stream(NamedTuple):
 
     hidden: Tensor
     gate: Tensor | None = None
+
+    def of(self, rows: Tensor) -> Stream:
+        """That of some tokens."""
+        return Stream(self.hidden[rows], None if self.gate is None else self.gate[rows])
 
 
 class Layer(nn.Module):
@@ -386,7 +390,7 @@ class Transformer(nn.Module):
             attention.run(index, q, attended)
             between_layers()
         assert attended is not None and stream is not None
-        return self.finish(attended, stream, rows, chosen, recurrent)
+        return self.finish(attended, stream, rows, chosen, recurrent, taps)
 
     def piece(
         self,
@@ -430,21 +434,27 @@ class Transformer(nn.Module):
         rows: Tensor | None,
         chosen: Chosen | None = None,
         recurrent: Recurrent | None = None,
+        taps: Taps | None = None,
     ) -> Tensor:
         """The last piece, from the last attention on, for the tokens in `rows`: the others' residual stream
-        is not read behind the last layer's mixer."""
+        is not read behind the last layer's mixer, but for taps of the last layer."""
         before, last = self._layers_with_attention[-1], len(self.layers) - 1
+        if taps is not None and rows is not None and last in taps.layers:
+            hidden = self.finish(attended, stream, None, chosen, recurrent, taps)
+            return hidden[rows]
         layer = self.layers[before]
         assert isinstance(layer, AttentionLayer)
         if rows is not None and before == last:
-            hidden, gate = stream
-            attended, stream = attended[rows], Stream(hidden[rows], None if gate is None else gate[rows])
+            attended, stream = attended[rows], stream.of(rows)
             chosen = None if chosen is None else chosen.of(rows)
             if not len(rows):
                 return stream.hidden
         hidden = layer.after(attended, stream, self.collectives, chosen)
-        for number in range(before + 1, last + 1):
-            hidden = self._recur(number, hidden, recurrent, rows if number == last else None, chosen)
+        for number in range(before, last + 1):
+            if number > before:
+                hidden = self._recur(number, hidden, recurrent, rows if number == last else None, chosen)
+            if number < last or rows is None:
+                _tap(taps, number, hidden)
         return hidden
 
     def _recur(

@@ -132,7 +132,7 @@ def destinations(model: Transformer) -> dict[str, Stored]:
     """Checkpoint name -> what it fills (often a part of a fused weight), for all but a tied lm_head."""
     spec = model.spec
     targets = of_product(spec.embedding, Weight("", model.embed_tokens))
-    targets |= _of_norm(spec.final_norm, model.final_norm, "model.")
+    targets |= of_norm(spec.final_norm, model.final_norm, "model.")
     if not spec.tie_word_embeddings:
         targets |= of_product(spec.head, model.lm_head)
     if model.score is not None:
@@ -146,7 +146,7 @@ def of_layers(model: Model) -> dict[str, Stored]:
     for layer in model.layers:
         prefix = f"{layer.spec.prefix}."
         for norm in layer.spec.norms:
-            targets |= _of_norm(norm, getattr(layer, norm.name), prefix)
+            targets |= of_norm(norm, getattr(layer, norm.name), prefix)
         for product in layer.spec.products:
             weight = getattr(layer, product.name)
             if product.stacked:  # one rank adds a bias of what is summed over ranks
@@ -181,7 +181,7 @@ def _of_delta_net(layer: DeltaLayer, prefix: str) -> dict[str, Stored]:
     return {f"{prefix}linear_attn.{name}": stored for name, stored in targets.items()}
 
 
-def _of_norm(norm: Norm, target: Tensor, prefix: str) -> dict[str, Stored]:
+def of_norm(norm: Norm, target: Tensor, prefix: str) -> dict[str, Stored]:
     if not norm.module:
         target.fill_(1.0)
         return {}

@@ -27,6 +27,7 @@ from flashinfer_backend.models.spec import Product
 from flashinfer_backend.models.transformer import AttentionLayer, Stream, Transformer, parameter, weight
 from flashinfer_backend.models.weights import WeightsError, load_weights, of_layers, of_product
 from flashinfer_backend.ops.weight import FLOATS, INTEGERS, Stored, Weight
+from flashinfer_backend.speculate.mtp import MtpHead
 from flashinfer_backend.speculate.proposer import DraftStep, Slots
 
 FIRST_LAYER = "midlayer"  # what SafeAILab's checkpoints call layers.0
@@ -82,6 +83,11 @@ class Head(nn.Module):
 
     def _weight(self, product: Product) -> Weight:
         return weight(product, self.dtype, self.device)
+
+    @property
+    def taken(self) -> tuple[int, ...]:
+        """The target's layers whose outputs it takes."""
+        return tuple(after - 1 for after in self.spec.taken_of(self._target[0].spec))
 
     def join(self, taken: Tensor) -> Tensor:
         """The target's hidden states, [T, layers * target's H] -> [T, H]."""
@@ -214,15 +220,15 @@ class Head(nn.Module):
 
 
 class Eagle3:
-    """The proposer. A position's keys and values come from the token behind it as well: the last one of a
-    cached block may have been computed in front of another token, which is noticed in accepted drafts alone.
+    """The proposer, by an EAGLE-3 head or by the checkpoint's own (speculate.mtp). A position's keys and
+    values come from the token behind it as well: the last one of a cached block may have been computed in
+    front of another token, which is noticed in accepted drafts alone.
     """
 
     history = False
 
-    def __init__(self, head: Head, target: Transformer, count: int) -> None:
-        self.head, self.count = head, count
-        self.layers = tuple(after - 1 for after in head.spec.taken_of(target.spec))
+    def __init__(self, head: Head | MtpHead, target: Transformer, count: int) -> None:
+        self.head, self.count, self.layers = head, count, head.taken
         self.cache_layers, self._first = len(head.layers), len(target.spec.attentions)
         # Keys and values of a second layer follow from the first one's attention.
         self.defers = self.cache_layers == 1

@@ -469,11 +469,13 @@ class Config:
         residual_scale: float = 1.0,
         tied: bool = False,
         centred: bool = False,
+        place: str = "model.layers",
     ) -> ModelSpec:
         """A model of these layers' mixers and MLPs, with these norms (PRE_NORMS), in the formats that the
         checkpoint names. norm_offset: of all norms of the residual stream. final_scale: of what the head
         reads. residual_scale: of what layers add to the residual stream. tied: whether the embedding is the
-        head where no key says so. centred: the norms are LayerNorms."""
+        head where no key says so. centred: the norms are LayerNorms. place: the module that has the
+        layers."""
         hidden, vocab = self.hidden_size, self.count("vocab_size")
         quantization = read_quantization(self.raw, self._hf_quant).renamed(self.aliases)
         own = tuple(Norm(name, module, hidden, offset=norm_offset) for name, module in norms.items())
@@ -481,17 +483,17 @@ class Config:
             raise ValueError("what is normed before it is added cannot be scaled by its weights")
 
         def layer(index: int, mixer: Mixer, mlp: Gated) -> LayerSpec:
-            place = f"model.layers.{index}"
+            prefix = f"{place}.{index}"
 
             def stored(product: Product) -> Product:
-                format = quantization.format_of(f"{place}.{module}" for module in product.modules)
+                format = quantization.format_of(f"{prefix}.{module}" for module in product.modules)
                 scale = residual_scale if product.adds else 1.0
                 zeroed = centred and product.adds
                 if (format, scale, zeroed) == (product.format, product.scale, product.centred):
                     return product
                 return replace(product, format=format, scale=scale, centred=zeroed)
 
-            return LayerSpec(place, mixer, mlp, own).map(stored)
+            return LayerSpec(prefix, mixer, mlp, own).map(stored)
 
         eps = self.raw["rms_norm_eps"]
         if not eps or eps < 0:

@@ -48,4 +48,5 @@ def hybrid(config: Config, mlps: list[Gated], kv_heads: int, fused: bool) -> Mod
     delta_net = config.delta_net(fused)
     mixers = [attention if each == "full_attention" else delta_net for each in types]
     model = config.model(zip(mixers, mlps, strict=True), norm_offset=1.0)
-    return replace(model, ignored=(*model.ignored, DRAFTER))
+    (mtp,) = config.model([(attention, mlps[-1])], norm_offset=1.0, place=f"{DRAFTER}layers").layers
+    return replace(model, ignored=(*model.ignored, DRAFTER), mtp=mtp)

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts by the head that a checkpoint brings, against transformers' layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.models.qwen3_5.modeling_qwen3_5 import (
+    Qwen3_5DecoderLayer,
+    Qwen3_5RMSNorm,
+    Qwen3_5TextRotaryEmbedding,
+)
+
+from checkpoints import make_checkpoint
+from engine.harness import start_core
+from engine.ranks_in_threads import start_ranks
+from engine.test_eagle3 import BLOCK, PROMPTS, Recorded, answers, check
+from engine.test_graph_steps import replayed
+from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.models.transformer import Transformer
+from flashinfer_backend.models.weights import WeightsError
+from flashinfer_backend.speculate.eagle3 import Eagle3
+from flashinfer_backend.speculate.mtp import load_mtp
+
+PREFIX = "mtp.layers.0."
+
+
+class Reference:
+    """The target and its head, which is written to the target's file; count drafts of a sequence."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+        config, hidden = self.model.config, self.model.config.hidden_size
+        torch.manual_seed(1)
+        self.layer = Qwen3_5DecoderLayer(config, config.layer_types.index("full_attention")).eval()
+        self.rotary = Qwen3_5TextRotaryEmbedding(config)
+        self.fc = torch.randn(hidden, 2 * hidden) / hidden**0.5
+        self.norms = [Qwen3_5RMSNorm(hidden, config.rms_norm_eps) for _ in range(3)]
+        with torch.no_grad():
+            for name, parameter in self.layer.named_parameters():
+                if "norm" in name:
+                    parameter.uniform_(-0.5, 0.5)
+                else:
+                    parameter.normal_(0.0, 0.15)
+            for norm in self.norms:
+                norm.weight.uniform_(-0.5, 0.5)
+        names = "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"
+        tensors = {f"{PREFIX}{name}": value for name, value in self.layer.state_dict().items()}
+        own = {f"mtp.{name}.weight": norm.weight for name, norm in zip(names, self.norms, strict=True)}
+        file = folder / "model.safetensors"
+        every = load_file(file) | tensors | own | {"mtp.fc.weight": self.fc}
+        save_file({name: value.detach() for name, value in every.items()}, file, metadata={"format": "pt"})
+
+    @torch.no_grad()
+    def drafts(self, tokens: list[int], count: int) -> list[int]:
+        """Behind all of `tokens`, of which the target has computed all but the last; up to a near tie."""
+        hidden = self.model.model(torch.tensor([tokens[:-1]])).last_hidden_state
+        follow, drafts = tokens[1:], []
+        for _ in range(count):
+            normed = self._behind(hidden, follow)
+            logits = self.model.lm_head(normed[0, -1])
+            best = logits.topk(2)
+            if best.values[0] - best.values[1] < 1e-3:
+                break
+            drafts.append(int(best.indices[0]))
+            follow, hidden = [*follow, drafts[-1]], torch.cat([hidden, normed[:, -1:]], 1)
+        return drafts
+
+    def _behind(self, hidden: Tensor, follow: list[int]) -> Tensor:
+        embedding_norm, hidden_norm, norm = self.norms
+        embedded = self.model.model.embed_tokens(torch.tensor([follow]))
+        x = torch.cat([embedding_norm(embedded), hidden_norm(hidden)], -1) @ self.fc.T
+        positions = torch.arange(x.shape[1]).unsqueeze(0)
+        turned = self.rotary(x, positions.expand(3, 1, -1))
+        mask = torch.full((x.shape[1], x.shape[1]), float("-inf")).triu(1)[None, None]
+        found = self.layer(x, position_embeddings=turned, attention_mask=mask, position_ids=positions)
+        return norm(found[0] if isinstance(found, tuple) else found)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Reference]:
+    folder = make_checkpoint("qwen3.5", tmp_path_factory.mktemp("target"))
+    return folder, Reference(folder)
+
+
+def start(folder: Path, **settings: Any) -> tuple[Any, list[Recorded]]:
+    found: list[Recorded] = []
+
+    def make(config: EngineConfig, model: Transformer) -> Recorded:
+        found.append(Recorded(Eagle3(load_mtp(folder, model), model, 3)))
+        return found[0]
+
+    options: dict[str, Any] = {"tokens_per_block": BLOCK, "max_seq_len": BLOCK, "check_invariants": True}
+    return start_core(folder, make_proposer=make, **options | settings), found
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_drafts_are_those_of_the_definition(
+    made: tuple[Path, Reference], tmp_path: Path, graphs: bool
+) -> None:
+    """Of several sequences together, with prompts in chunks; and the tokens are those without drafts."""
+    folder, reference = made
+    plain = answers(start_core(folder, max_seq_len=BLOCK), tmp_path / "plain")
+    core, (recorded,) = start(folder, max_num_tokens=8, max_num_tokens_while_decoding=8)
+    capture = replayed(core.runner) if graphs else None
+    found = answers(core, tmp_path / "with")
+    assert found == plain
+    sequences = [prompt + tokens for prompt, tokens in zip(PROMPTS, found, strict=True)]
+    assert graphs or check(recorded, sequences, reference) > 20
+    assert capture is None or capture.replays > 5
+
+
+def test_two_ranks_draft_the_same(made: tuple[Path, Reference], tmp_path: Path, monkeypatch: Any) -> None:
+    folder, _ = made
+    drafting = {"speculative_method": "mtp", "max_draft_len": 3, "max_seq_len": BLOCK}
+    one = start_core(folder, **drafting)
+    expected = answers(one, tmp_path / "one")
+    two = start_ranks(folder, 2, monkeypatch, **drafting)
+    assert answers(two, tmp_path / "two") == expected
+    counts = [(core.scheduler.drafted_tokens, core.scheduler.accepted_tokens) for core in (one, two)]
+    assert counts[0] == counts[1] and counts[0][0]
+    two.close()
+
+
+def test_what_has_no_head_is_refused(tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen3.5", tmp_path / "without")
+    with pytest.raises(WeightsError, match=r"lacks tensors that config\.json asks for: mtp\.fc\.weight"):
+        start_core(folder, speculative_method="mtp")
+    folder = make_checkpoint("llama", tmp_path / "llama")
+    with pytest.raises(ValueError, match="mtp needs a checkpoint of a family that brings such a head"):
+        start_core(folder, speculative_method="mtp")
