@@ -187,6 +187,7 @@ def test_conversations_ask_for_adapters_in_turns(server):
 
 
 RAMP = "ramp.toml"  # a scenario
+FIND = ["--find-rate", "1:2", "--limit", "p99_ttft=1"]
 WRONG = [
     (["--priority-per-output-token", "-1"], "a Triton ensemble knows the length by max_tokens"),
     (["--scenario", "small", "--priority-per-output-token", "-1"], "the scenario says that"),
@@ -228,19 +229,50 @@ WRONG = [
     (["--top-k", "5", "--temperature", "0"], "--top-k: requests are greedy"),
     (["--top-k", "5", "--extra-body", '{"temperature": 0}'], "--top-k: requests are greedy"),
     (["--dataset", "multi-turn", "--turns", "1", "--think-time", "3"], "--think-time is between two turns"),
+    (["--tokenizer", "/nonexist"], "must name a folder that holds tokenizer.json"),
+    (["--dataset", "foo"],
+     "dataset 'foo' must be random, sharegpt:FILE, mixed, shared-prefix, multi-turn or conversations:FILE"),
+    (["--dataset", "sharegpt:/nonexist"], "/nonexist cannot be read (No such file or directory)"),
+    (["--request-rate", "0"], "'0' must be a number of requests/s over 0, or inf"),
+    (["--request-rate", "nan"], "'nan' must be a number of requests/s over 0, or inf"),
+    (["--max-concurrency", "0"], "'0' must be a whole number of at least 1"),
+    (["--num-prompts", "0"], "'0' must be a whole number of at least 1"),
+    (["--num-prompts", "-1"], "'-1' must be a whole number of at least 1"),
+    (["--workers", "-1"], "'-1' must be a whole number of at least 0"),
+    (["--seed", "-1"], "'-1' must be a whole number of at least 0"),
+    (["--time-limit", "nan"], "'nan' must be a number of seconds over 0"),
+    (["--input-len", "5:2"], "LOW:HIGH with 1 <= LOW <= HIGH"),
+    (["--output-len", "many"], "'many' must be a length such as 128"),
+    (["--extra-body", "[1]"], "'[1]' must be a JSON object"),
+    (["--extra-body", '{"top_p": NaN}'], "is not JSON"),
+    (["--extra-body", '{"max_tokens": 3}'], "extra_body must not hold max_tokens"),
+    (["--extra-body", '{"prompt": "", "stream": false}'], "extra_body must not hold prompt, stream"),
+    (["--endpoint", "/v2/{foo}"], "endpoint '/v2/{foo}' must begin with / and may hold {model}"),
+    (["--endpoint", "v2"], "endpoint 'v2' must begin with /"),
+    (["--endpoint", "/v2/x", "--model", "y"], "--model: --endpoint /v2/x says which; write {model} in it"),
+    (["--url", "foo"], "'foo' must have the form http://host:port"),
+    (["--output", "/nonexist/x.json"], "'/nonexist/x.json' cannot be written"),
+    (["--output", "/"], "'/' is a folder"),
+    (["--label", "mine"], "--label is for --output"),
+    ([*FIND, "--goodput", "ttft=1"], "--goodput: --find-rate prints its limits alone"),
+    ([*FIND, "--percentiles", "95"], "--percentiles: --find-rate prints its limits alone"),
+    ([*FIND, "--retokenize"], "--retokenize: --find-rate prints its limits alone"),
+    (["--output", "same", "--csv", "same"], "must be files of their own"),
+    (["--output", "same", "--sglang-json", "./same"], "must be files of their own"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("arguments, message", WRONG)
-def test_wrong_arguments(server, tokenizer_folder, tmp_path, capsys, arguments, message):
+def test_wrong_arguments(server, tokenizer_folder, tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
     if RAMP in arguments:
-        text, path = (ROOT / "perf_configs/scenarios/protocols/small.toml").read_text(), tmp_path / RAMP
-        path.write_text(re.sub("request_rates = .*", "ramp = { start = 1.0, end = 5.0 }", text))
-        arguments = [str(path) if word == RAMP else word for word in arguments]
+        text = (ROOT / "perf_configs/scenarios/protocols/small.toml").read_text()
+        Path(RAMP).write_text(re.sub("request_rates = .*", "ramp = { start = 1.0, end = 5.0 }", text))
+    before = {*tmp_path.iterdir()}
     with pytest.raises(SystemExit) as end:
         bench.main(["--url", server.url, "--tokenizer", tokenizer_folder, *arguments])
     assert end.value.code == 2 and message in capsys.readouterr().err
-    assert server.bodies == []
+    assert server.bodies == [] and {*tmp_path.iterdir()} == before
 
 
 def test_top_p_beside_a_temperature(server, tokenizer_folder):

@@ -57,24 +57,3 @@ def test_a_runs_seed_gives_its_arrivals_too(run, tmp_path):
     repeated = json.loads(files[1].read_text())
     assert repeated["prompts_sha256"] == second["prompts_sha256"]
     assert repeated["requests"]["scheduled"] == pytest.approx(second["requests"]["scheduled"], abs=1e-5)
-
-
-FIND = ["--find-rate", "1:2", "--limit", "p99_ttft=1"]
-IDLE = [
-    (["--label", "mine"], "--label is for --output"),
-    ([*FIND, "--goodput", "ttft=1"], "--goodput: --find-rate prints its limits alone"),
-    ([*FIND, "--percentiles", "95"], "--percentiles: --find-rate prints its limits alone"),
-    ([*FIND, "--retokenize"], "--retokenize: --find-rate prints its limits alone"),
-    (["--output", "same", "--csv", "same"], "must be files of their own"),
-    (["--output", "same", "--sglang-json", "./same"], "must be files of their own"),
-]
-
-
-@pytest.mark.parametrize("options, message", IDLE)
-def test_options_that_would_do_nothing_or_undo_each_other(
-    run, tmp_path, monkeypatch, capsys, options, message
-):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as exit:
-        run(*options)
-    assert exit.value.code == 2 and message in capsys.readouterr().err and not list(tmp_path.iterdir())

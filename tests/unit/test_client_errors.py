@@ -141,43 +141,6 @@ def test_tokens_are_checked_unless_told_otherwise(server, tokenizer_folder, tmp_
     assert not Load("triton", server.url).check_tokens  # what perf_configs measures with
 
 
-WRONG_LOAD = [
-    (["--tokenizer", "/nonexist"], "must name a folder that holds tokenizer.json"),
-    (["--dataset", "foo"],
-     "dataset 'foo' must be random, sharegpt:FILE, mixed, shared-prefix, multi-turn or conversations:FILE"),
-    (["--dataset", "sharegpt:/nonexist"], "/nonexist cannot be read (No such file or directory)"),
-    (["--request-rate", "0"], "'0' must be a number of requests/s over 0, or inf"),
-    (["--request-rate", "nan"], "'nan' must be a number of requests/s over 0, or inf"),
-    (["--max-concurrency", "0"], "'0' must be a whole number of at least 1"),
-    (["--num-prompts", "0"], "'0' must be a whole number of at least 1"),
-    (["--num-prompts", "-1"], "'-1' must be a whole number of at least 1"),
-    (["--workers", "-1"], "'-1' must be a whole number of at least 0"),
-    (["--seed", "-1"], "'-1' must be a whole number of at least 0"),
-    (["--time-limit", "nan"], "'nan' must be a number of seconds over 0"),
-    (["--input-len", "5:2"], "LOW:HIGH with 1 <= LOW <= HIGH"),
-    (["--output-len", "many"], "'many' must be a length such as 128"),
-    (["--extra-body", "[1]"], "'[1]' must be a JSON object"),
-    (["--extra-body", '{"top_p": NaN}'], "is not JSON"),
-    (["--extra-body", '{"max_tokens": 3}'], "extra_body must not hold max_tokens"),
-    (["--extra-body", '{"prompt": "", "stream": false}'], "extra_body must not hold prompt, stream"),
-    (["--endpoint", "/v2/{foo}"], "endpoint '/v2/{foo}' must begin with / and may hold {model}"),
-    (["--endpoint", "v2"], "endpoint 'v2' must begin with /"),
-    (["--endpoint", "/v2/x", "--model", "y"], "--model: --endpoint /v2/x says which; write {model} in it"),
-    (["--url", "foo"], "'foo' must have the form http://host:port"),
-    (["--output", "/nonexist/x.json"], "'/nonexist/x.json' cannot be written"),
-    (["--output", "/"], "'/' is a folder"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("arguments, message", WRONG_LOAD)
-def test_wrong_arguments_of_the_load_generator(server, tokenizer_folder, capsys, arguments, message):
-    with pytest.raises(SystemExit) as end:
-        bench.main(load_arguments(server, tokenizer_folder, *arguments))
-    assert end.value.code == 2
-    assert message in capsys.readouterr().err
-    assert server.bodies == []
-
-
 def test_files_that_are_not_what_they_should_be(server, tokenizer_folder, tmp_path, capsys):
     bad = tmp_path / "tokenizer.json"
     for arguments, content, message in (
