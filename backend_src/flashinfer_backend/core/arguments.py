@@ -1,15 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types of command-line options: each returns the value, or has the parser say what would be right. And what
-programs for a GPU say without one."""
+"""Parsers of command lines. Types of options: each returns the value, or has the parser say what would be
+right. And what programs for a GPU say without one."""
 
 from __future__ import annotations
 
 import math
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable
+from typing import Any
 
 INT32_MAX = 2**31 - 1
 LONGEST_S = 86400  # of a time to wait
+
+
+def program(module: str, description: str | None, usage: str = "", **more: Any) -> ArgumentParser:
+    """The parser of `python -m MODULE`. usage: what stands behind that; default: the options."""
+    name = f"python -m {module}"
+    of_usage = f"{name} {usage}" if usage else None
+    return ArgumentParser(allow_abbrev=False, prog=name, usage=of_usage, description=description, **more)
 
 
 def whole(low: int, high: int = INT32_MAX) -> Callable[[str], int]:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import faulthandler
 import gc
@@ -20,6 +19,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from flashinfer_backend.core.arguments import program
 from flashinfer_backend.core.config import AUTO, EngineConfig
 from flashinfer_backend.core.progress import note_in
 from flashinfer_backend.engine.loop import EngineLoop
@@ -44,9 +44,7 @@ SWITCH_S = 1e-4
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, prog="python -m flashinfer_backend.engine", description=__doc__
-    )
+    parser = program("flashinfer_backend.engine", __doc__)
     parser.add_argument("--run-dir", type=Path, required=True, help="folder for the socket")
     parser.add_argument("--parent-pid", type=int, required=True, help="the engine ends with this process")
     parser.add_argument("--config", type=Path, required=True, help="EngineConfig as JSON")

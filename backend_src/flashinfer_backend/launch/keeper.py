@@ -9,7 +9,6 @@ when no stub is left. It alone writes the engines' records, from which all other
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import select
@@ -26,6 +25,7 @@ from typing import IO
 import msgspec
 
 from flashinfer_backend.core import progress
+from flashinfer_backend.core.arguments import program
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.output import say, write
 from flashinfer_backend.core.paths import engine_dir
@@ -252,9 +252,7 @@ def end_kept(engines: Sequence[KeptEngine], within_s: float = records.STOP_S) ->
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, prog="python -m flashinfer_backend.launch.keeper", description=__doc__
-    )
+    parser = program("flashinfer_backend.launch.keeper", __doc__)
     parser.add_argument("--run-dir", type=Path, required=True, help="of the model; with the configuration")
     parser.add_argument("--owner", type=int, required=True, help="the engines end with this process")
     parser.add_argument("--lock", type=int, required=True, help="descriptor of the run directory's lock")

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from flashinfer_backend.config_tools.model_config import ensembles
-from flashinfer_backend.core.arguments import count, port_number, seconds, whole_seconds
+from flashinfer_backend.core.arguments import count, port_number, program, seconds, whole_seconds
 from flashinfer_backend.core.headers import forwarding
 from flashinfer_backend.core.paths import unservable
 from flashinfer_backend.launch.openai_door import OpenAiDoor, add_arguments
@@ -89,13 +89,7 @@ def command(
 
 
 def _parser() -> argparse.ArgumentParser:
-    program = "python -m flashinfer_backend.serve"
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
-        prog=program,
-        usage=f"{program} --model-repository DIR [options]",
-        description=__doc__,
-    )
+    parser = program("flashinfer_backend.serve", __doc__, "--model-repository DIR [options]")
     parser.add_argument(
         "--model-repository", type=Path, metavar="DIR", required=True, help="a folder that build.py wrote"
     )

@@ -6,11 +6,10 @@ tritonserver says that it is ready while a model has lost its processes, so the 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 
-from flashinfer_backend.core.arguments import some_seconds
+from flashinfer_backend.core.arguments import program, some_seconds
 from flashinfer_backend.launch.asking import ask
 
 WELL = ("queue", "try again", "writes no text")  # in the words of a server that is well, but refuses
@@ -59,9 +58,7 @@ def _ask(url: str, body: bytes | None, timeout_s: float) -> tuple[int, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, prog="python -m flashinfer_backend.launch.probe", description=__doc__
-    )
+    parser = program("flashinfer_backend.launch.probe", __doc__)
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="default: %(default)s")
     parser.add_argument("--model", metavar="NAME", help="the model to ask (default: all ensembles)")
     parser.add_argument(

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import argparse
 import signal
 from collections.abc import Sequence
 
-from flashinfer_backend.core.arguments import whole
+from flashinfer_backend.core.arguments import program, whole
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.models.hf import read_spec
@@ -19,9 +18,7 @@ from flashinfer_backend.ops.weight import ALL, Stored
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, 2 with wrong arguments."""
-    parser = argparse.ArgumentParser(
-        prog="python -m flashinfer_backend.models.where", description=__doc__, allow_abbrev=False
-    )
+    parser = program("flashinfer_backend.models.where", __doc__)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="its folder; config.json suffices")
     parser.add_argument(
         "name", metavar="NAME", nargs="?", default="", help="part of tensors' names; default: all"

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flashinfer_backend.config_tools.settings import engine_parameters
-from flashinfer_backend.core.arguments import count, port_number, whole_seconds
+from flashinfer_backend.core.arguments import count, port_number, program, whole_seconds
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import BUNDLED, run_dir
 from flashinfer_backend.openai.arguments import API_ARGUMENTS
@@ -24,10 +23,7 @@ from flashinfer_backend.transport.restarts import RESTARTS
 
 
 def main(argv: list[str] | None = None) -> int:
-    program = "python -m flashinfer_backend.openai"
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, prog=program, usage=f"{program} --model DIR [options]", description=__doc__
-    )
+    parser = program("flashinfer_backend.openai", __doc__, "--model DIR [options]")
     engine = parser.add_mutually_exclusive_group()
     engine.add_argument(
         "--model", metavar="DIR", help=f"a checkpoint folder, or {BUNDLED!r} for the small one"

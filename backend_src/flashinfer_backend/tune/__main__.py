@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from flashinfer_backend.core import tuned
-from flashinfer_backend.core.arguments import require_cuda, some_seconds, whole
+from flashinfer_backend.core.arguments import program, require_cuda, some_seconds, whole
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.core.tuned import Tuned
@@ -36,12 +36,8 @@ ROUNDS = 3
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, 1 without a GPU, 2 with wrong arguments."""
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
-        prog="python -m flashinfer_backend.tune",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    parser = program("flashinfer_backend.tune", __doc__, formatter_class=form)
     parser.add_argument("--model", required=True, metavar="DIR", help="checkpoint folder")
     parser.add_argument(
         "--output", required=True, metavar="FILE", type=Path,

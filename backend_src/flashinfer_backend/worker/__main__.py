@@ -6,7 +6,6 @@ It runs its share of each step that rank 0 plans, and samples nothing.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import logging
 import os
@@ -18,6 +17,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from flashinfer_backend.core.arguments import program
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.progress import note_in
 from flashinfer_backend.core.shard import Shard
@@ -26,9 +26,7 @@ from flashinfer_backend.worker.start import start_runner
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, prog="python -m flashinfer_backend.worker", description=__doc__
-    )
+    parser = program("flashinfer_backend.worker", __doc__)
     parser.add_argument("--rank", type=int, required=True, help="1 or more")
     parser.add_argument("--name", default="engine", help="of the engine, for the log")
     parser.add_argument("--socket", type=int, required=True, help="file descriptor of the socket to rank 0")

@@ -40,7 +40,12 @@ Scales = Literal["none", "rows", "blocks", "4 bits"]
 
 
 class _Data(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    pass
+    def _check_powers(self, **fewest: int) -> None:
+        """Raises ValueError for a field that is no power of two of at least so much."""
+        for name, least in fewest.items():
+            value = getattr(self, name)
+            if value < least or value & (value - 1):
+                raise ValueError(f"{name} should be a power of two of at least {least}, not {value}")
 
 
 class Tiling(_Data, frozen=True, omit_defaults=True):
@@ -134,10 +139,7 @@ class ExpertBlock(_Data, frozen=True):
     warps: int
 
     def __post_init__(self) -> None:
-        for name, least in {"rows": 16, "inner": 32, "warps": 1}.items():
-            value = getattr(self, name)
-            if value < least or value & (value - 1):
-                raise ValueError(f"{name} should be a power of two of at least {least}, not {value}")
+        self._check_powers(rows=16, inner=32, warps=1)
 
 
 class ExpertTile(_Data, frozen=True):
@@ -151,8 +153,7 @@ class ExpertTile(_Data, frozen=True):
     down: ExpertBlock
 
     def __post_init__(self) -> None:
-        if self.tokens < 16 or self.tokens & (self.tokens - 1):
-            raise ValueError(f"tokens should be a power of two of at least 16, not {self.tokens}")
+        self._check_powers(tokens=16)
 
 
 F = TypeVar("F")  # a kernel's fields
@@ -230,11 +231,7 @@ class DecodeAttention(_Data, frozen=True, omit_defaults=True):
     registers: int | None = None
 
     def __post_init__(self) -> None:
-        fewest = {"block": 16, "warps": 1, "merge": 1, "prefetch": 0}
-        for name, least in fewest.items():
-            value = getattr(self, name)
-            if value < least or value & (value - 1):
-                raise ValueError(f"{name} should be a power of two of at least {least}, not {value}")
+        self._check_powers(block=16, warps=1, merge=1, prefetch=0)
         for name in ("stages", "programs_per_sm"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} should be at least 1, not {getattr(self, name)}")
