@@ -329,7 +329,7 @@ def _refuse_idle(args: argparse.Namespace, given: set[str]) -> None:
     filters = sorted(given & {"top_k", "top_p"})
     if filters and not args.extra_body.get("temperature", args.temperature):
         option = f"--{filters[0].replace('_', '-')}"
-        raise ValueError(f"{option}: requests are greedy and take no notice of it; give --temperature, too")
+        raise ValueError(f"{option}: requests are greedy and take no notice of it; also give --temperature")
     if "model" in given and args.backend == "triton" and "{model}" not in (args.endpoint or "{model}"):
         raise ValueError(
             f"--model: --endpoint {args.endpoint} says which; write {{model}} in it, or leave one out"

@@ -333,7 +333,7 @@ class Ramp:
             raise ValueError(f"ramp {self.start}:{self.end} must be between two rates over 0")
 
     def seconds(self, count: float) -> float:
-        """When `count` requests are due, or the time at which a run of so many ends."""
+        """When `count` requests are due, or the time at which a run of that many ends."""
         return count / self.mean
 
     @property
@@ -344,7 +344,7 @@ class Ramp:
         return (self.end - self.start) / math.log(self.end / self.start)
 
     def times(self, due: np.ndarray, count: int) -> np.ndarray:
-        """When so many requests are due, of `count` in all: the inverse of the rate's integral."""
+        """When that many requests are due, of `count` in all: the inverse of the rate's integral."""
         total, rise = self.seconds(count), self.end - self.start
         if rise == 0:
             return np.asarray(due / self.start)

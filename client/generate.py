@@ -186,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         stream.close()
         print("\ncancelled", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # whoever read has gone
+    except BrokenPipeError:  # the reader has gone
         stream.close()
         raise
     if args.timing:

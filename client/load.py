@@ -92,7 +92,7 @@ class Load:
                 raise ValueError("extra_body must not hold priority beside priority_per_output_token")
         if self.lora_modules and self.backend == "triton-grpc":
             raise ValueError("lora_modules is for HTTP: use backend triton, or an OpenAI server")
-        if not self.ignore_eos:  # else nobody says how many tokens there were
+        if not self.ignore_eos:  # else nothing says how many tokens there were
             object.__setattr__(self, "check_tokens", True)
 
     @property

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a run is: what its worker processes count in shared memory, and a line for whoever waits."""
+"""How far a run is: what its worker processes count in shared memory, and a line for those who wait."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from client.measured import Measured
 
 # A page's colours, by their names in its style sheet; plots are drawn in the light ones. With red-green
-# blindness, too, curves are told apart by their colours; markers and dashes tell as well.
+# blindness as well, curves are told apart by their colours; markers and dashes tell as well.
 LIGHT = {
     "background": "#ffffff", "ink": "#1a1a1a", "quiet": "#444444", "line": "#cccccc", "grid": "#dddddd",
     "curve-1": "#0072b2", "curve-2": "#d55e00", "curve-3": "#419d8d", "curve-4": "#6e1d4d",

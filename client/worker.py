@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One worker process of the load generator. While the clock runs it only sends and stamps what it reads, and
-counts for whoever watches; chunks are split, parsed and checked after the last request has ended. Only the
+counts for a watcher; chunks are split, parsed and checked after the last request has ended. Only the
 answers within a conversation are read at once, since its next turn repeats them."""
 
 from __future__ import annotations

@@ -66,10 +66,10 @@ class LocalSocket:
         raise RuntimeError(failure.message)
 
     def send_status(self, status: protocol.Status) -> None:
-        """Nobody asked."""
+        """None asked."""
 
     def forget(self, pid: int) -> None:
-        """Nobody leaves."""
+        """None leaves."""
 
 
 class Driver:

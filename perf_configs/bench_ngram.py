@@ -5,7 +5,7 @@ server.
     python -m perf_configs.bench_ngram --model DIR [--drafts 4] [--batches 1,4,16,64,256] [--set KNOB=VALUE]
         [--out FILE.json]
 
-Decode steps of so many sequences: code edits, answers that quote documents, and chats, which repeat little
+Decode steps of some sequences: code edits, answers that quote documents, and chats, which repeat little
 (perf_configs.repeating). Weights are random. What a step samples is replaced by what the text has there, by a
 small kernel, with drafts and without.
 """

@@ -83,7 +83,7 @@ def measure_apart(python: str = sys.executable) -> dict[str, Any]:
 
 
 def bytes_of_a_step(config_file: Path, rows: int, context: float) -> float:
-    """Bytes that a decode step of so many rows must read, in 16 bits: every matrix of the layers and of the
+    """Bytes that a decode step of `rows` must read, in 16 bits: every matrix of the layers and of the
     vocabulary once, keys and values of `context` tokens a row. Embeddings are looked up, not read. Raises
     ValueError for a config.json that is not of a dense Llama-like decoder in 16 bits."""
     try:

@@ -115,7 +115,7 @@ def measure(folder: Path, shard: Shard, dtype: torch.dtype) -> dict[str, float]:
     thread.start()
     try:
         load_weights(model, folder)
-    finally:  # else it goes on for ever
+    finally:  # else it goes on indefinitely
         loaded.set()
         thread.join()
     found = {

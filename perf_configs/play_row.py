@@ -182,7 +182,7 @@ def read_row(result: Path, name: str, server: str = "ours", until: float = float
 
 
 def percentiles(row: Row, times: Times, numbers: Scheduling, seeds: int) -> np.ndarray:
-    """Median, P90 and P99 of TTFT and of TPOT, ms [6], each the mean of so many runs."""
+    """Median, P90 and P99 of TTFT and of TPOT, ms [6], each the mean of that many runs."""
     played = [Engine(row, times, numbers, seed).play() for seed in range(seeds)]
     return np.mean([[np.percentile(v, [50, 90, 99]) for v in values] for values in played], axis=0).ravel()
 

@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--context", type=integer(1), metavar="N",
         help=f"tokens of context of each decode row (default: {CONTEXT})",
     )  # fmt: skip
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write what is printed to a file, too")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="also write what is printed to a file")
     options = parser.parse_args(argv)
     try:
         wanted = parse_steps(options.steps)

@@ -64,7 +64,7 @@ class Replaying:
         self.accept(accepted)
 
     def accept(self, accepted: float) -> None:
-        """Have steps keep so many tokens on average from now on."""
+        """Have steps keep that many tokens on average from now on."""
         self._spoilt.copy_(self._chance >= share_kept(self.count, accepted))
 
     def propose(self, step: DraftStep, state: Slots, count: int) -> Tensor:

@@ -113,7 +113,7 @@ def argument_parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--check-tokens",
         action="store_true",
-        help="have ours report every chunk's token count while measuring, too",
+        help="have ours report every chunk's token count also while measuring",
     )
     p.add_argument(
         "--dry-run", action="store_true", help="check all that a call needs, say what it would do, and end"

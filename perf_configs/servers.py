@@ -203,7 +203,7 @@ def serve(
                 start.wait(f"{spec.name} not healthy after {{limit:.0f}} s")
             yield Running(url, round(start.seconds, 1), server_version(url, spec), spec.model)
         except BaseException:
-            # Before the server is stopped: whoever ends this call may not wait for that.
+            # Before the server is stopped: what ends this call may not wait for that.
             try:
                 keep_log(start.log_path, kept)
                 where = f"the end of its log is in {kept}"

@@ -225,7 +225,7 @@ WRONG = [
     (["--api-key-env", "NO_SUCH_KEY"], "there is no such environment variable"),
     (["--backend", "triton-grpc", "--endpoint", "/x"], "takes no endpoint"),
     (["--temperature", "1", "--top-p", "0.5", "--extra-body", '{"top_p": 1}'], "must not hold top_p too"),
-    (["--top-p", "0.5"], "--top-p: requests are greedy and take no notice of it; give --temperature"),
+    (["--top-p", "0.5"], "--top-p: requests are greedy and take no notice of it; also give --temperature"),
     (["--top-k", "5", "--temperature", "0"], "--top-k: requests are greedy"),
     (["--top-k", "5", "--extra-body", '{"temperature": 0}'], "--top-k: requests are greedy"),
     (["--dataset", "multi-turn", "--turns", "1", "--think-time", "3"], "--think-time is between two turns"),

@@ -30,7 +30,7 @@ from flashinfer_backend.ops import device
 from flashinfer_backend.ops.fp8 import E4M3
 
 LARGEST_GRAPH = (
-    1024  # tokens of a graph: FlashInfer lays out its plan for so many, and so alike for all graphs
+    1024  # tokens of a graph: FlashInfer lays out its plan for this number, so alike for all graphs
 )
 
 
@@ -101,7 +101,7 @@ class FlashInferAttention:
         )
         self._fp8_cache = shape.dtype == E4M3
         items = split.most_items(max_num_seqs, num_kv_heads, self._fp8_cache)
-        rows = max(max_num_seqs, MAX_PROMPTS)  # step graphs have so many prompts, padding included
+        rows = max(max_num_seqs, MAX_PROMPTS)  # a step graph's prompts, padding included
         self._ring = PinnedRing(6, INT_WORKSPACE, rows, items)
         self.items = torch.zeros((items, split.ITEM_WORDS), dtype=torch.int32, device=where)
         parts = items
@@ -224,7 +224,7 @@ class FlashInferAttention:
         info = self.plan_prompts(backend, q_lens, kv_lens, batch.slots[first:], batch.block_table)
         return Call(backend, len(q_lens), info)
 
-    # What follows is shared with StepGraphState, too.
+    # StepGraphState also shares what follows.
 
     def behind(self, q_lens: np.ndarray, kv_lens: np.ndarray) -> np.ndarray | None:
         """How many blocks of each row its queries do not read; None: they read all."""
@@ -233,7 +233,7 @@ class FlashInferAttention:
         return np.maximum(kv_lens - q_lens - (self._window - 1), 0) // self._prefill.block_size
 
     def max_items(self, rows: int) -> int:
-        """The Triton kernel's work items for so many decode rows."""
+        """The Triton kernel's work items for a number of decode rows."""
         return split.max_items(rows, self.num_kv_heads, self._fp8_cache)
 
     def split(
@@ -265,7 +265,7 @@ class FlashInferAttention:
         graph_tokens: int = 0,
     ) -> Any:
         """FlashInfer's plan of prompts whose queries begin at row `first` of q. graph_tokens > 0: one that is
-        laid out alike for all steps of up to so many tokens; q_lens is padded with zeros then."""
+        laid out alike for all steps of up to that many tokens; q_lens is padded with zeros then."""
         rows, tokens = len(q_lens), graph_tokens or int(q_lens.sum())
         behind = self.behind(q_lens[: len(kv_lens)], kv_lens)
         if behind is not None:
@@ -277,7 +277,7 @@ class FlashInferAttention:
         return info
 
     def side_by_side(self, tokens: int, prompts: Callable[[], None], decode: Callable[[], None]) -> None:
-        """Launch both kinds of attention of a step of so many tokens.
+        """Launch both kinds of attention of a step of `tokens`.
 
         Prompts need few SMs for long, decode rows all of them for short: at the same time they take little
         more than one of them. Steps of few tokens have products that start before the kernel before them has

@@ -42,7 +42,7 @@ def copy_blocks(
     """Block i of the copies becomes block indices[i] of the cache, for i < kv_indptr[rows].
 
     cache: (K, V) of e4m3, each [blocks, P, Hkv, D]; copies: the same in 16 bits, of at least kv_indptr[rows]
-    blocks, which nobody checks here; indices and kv_indptr [rows + 1 or more]: int32 on the device.
+    blocks, which is not checked here; indices and kv_indptr [rows + 1 or more]: int32 on the device.
 
     Launched without programmatic dependence, as FlashInfer launches FA3: this kernel begins when the one that
     wrote to the cache and the FA3 before it have ended, and the next FA3 when this one has.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that ask for logits, from their wait for room until nobody holds these any more."""
+"""Requests that ask for logits, from their wait for room until these are held no more."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class LogitsRoom:
             self._turns.leave(entry.turn)
 
     def freed(self, handle: int) -> None:
-        """Nobody holds the sequence's logits any more. Nothing happens where they have no room."""
+        """The sequence's logits are held no more. Nothing happens where they have no room."""
         self._forget([handle])
 
     def cancel(self, handle: int) -> Request | None:

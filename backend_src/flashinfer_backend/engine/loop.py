@@ -36,7 +36,7 @@ DECODE_POLL_MS = 10  # the same of other steps, whose time hardly changes from o
 
 
 class EngineLoop:
-    """Serves the stubs that connect to `socket` until there is nobody left to serve."""
+    """Serves the stubs that connect to `socket` until none is left."""
 
     def __init__(self, core: Core, socket: EngineSocket) -> None:
         self.config, self.scheduler, self.runner = core.config, core.scheduler, core.runner

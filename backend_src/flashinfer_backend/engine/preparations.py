@@ -60,7 +60,7 @@ class Preparations:
 
     @property
     def poll_ms(self) -> int | None:
-        """How soon one of them wants to be looked at; None: nobody waits."""
+        """How soon one of them wants to be looked at; None: none waits."""
         return min((each.poll_ms for each in self._line if len(each)), default=None)
 
     def submit(self, request: Request) -> None:

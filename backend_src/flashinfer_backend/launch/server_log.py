@@ -64,8 +64,8 @@ class ServerLog:
         self._ready = True
 
     def cannot_start(self, server_pid: int) -> str:
-        """Why a server that is not ready yet never will be, empty where nothing says so. It waits for ever
-        for a stub that ended before it could say anything."""
+        """Why a server that is not ready yet never will be, empty where nothing says so. It waits
+        indefinitely for a stub that ended before it could say anything."""
         if self._ready or self._fatal:
             return self._fatal
         now = time.monotonic()

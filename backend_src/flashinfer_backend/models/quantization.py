@@ -162,7 +162,7 @@ def _compressed_tensors(config: dict[str, Any]) -> WeightFormat:
 
 def _packed(weights: dict[str, Any], inputs: object) -> WeightFormat:
     """compressed-tensors' compressors/pack_quantized. An actorder says how weights were found; "group" stores
-    each column's group, too."""
+    each column's group."""
     what = "'compressed-tensors' in format 'pack-quantized'"
     if inputs is not None:
         _refuse(f"{what} with quantised activations")

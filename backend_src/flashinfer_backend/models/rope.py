@@ -37,7 +37,7 @@ def _llama3(frequencies: Tensor, stretched: Tensor, scaling: Llama3Scaling) -> T
     wavelength = 2 * math.pi / frequencies
     smooth = (scaling.original / wavelength - low) / (high - low)
     blended = (1 - smooth) * stretched + smooth * frequencies
-    # Long goes first, as in transformers: with low above high a wavelength can be both.
+    # Long takes precedence, as in transformers: with low above high a wavelength can be both.
     kept = torch.where(wavelength < scaling.original / high, frequencies, blended)
     return torch.where(wavelength > scaling.original / low, stretched, kept)
 

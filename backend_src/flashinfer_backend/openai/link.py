@@ -168,7 +168,7 @@ class PromptLogits:
             self._timer = self._link.loop.call_later(self._row.timeout_us / 1e6, self._too_late)
 
     def abandon(self) -> None:
-        """Nobody wants them any more. If the engine has the prompt, their room is kept until it has heard of
+        """They are wanted no more. If the engine has the prompt, their room is kept until it has heard of
         that."""
         self._abandoned = True
         if self._timer is not None:

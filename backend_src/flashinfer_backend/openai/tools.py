@@ -172,7 +172,7 @@ def _call_schema(name: str, parameters: str) -> dict[str, Any]:
 
 
 def _without_id(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A whole schema's name for others to refer to it by. Nobody can here."""
+    """A whole schema's name for others to refer to it by, which none does here."""
     return {key: value for key, value in schema.items() if key != "$id"}
 
 

@@ -11,7 +11,7 @@ from flashinfer_backend.core.tuned import GATED, BlockTile, Int4Tile, Role, Tili
 from flashinfer_backend.ops import device, fp8
 from flashinfer_backend.ops.int4 import BLOCK
 
-# Tokens beyond which weights of 4 bits are written out in 16, of shapes that nobody has measured: of an 8B
+# Tokens beyond which weights of 4 bits are written out in 16, of shapes that were not measured: of an 8B
 # model's, 128 tokens take the CUDA kernel 232 us and written out 331, 256 tokens 410 and 371.
 MOST_UNTUNED = 128
 

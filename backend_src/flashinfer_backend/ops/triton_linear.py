@@ -78,7 +78,7 @@ def _linear(
     k = tl.arange(0, INNER)
     inside = (t < tokens)[:, None]
     row_scale, up_scale = n, n
-    if scales is not None:  # weights, too: they need no wait
+    if scales is not None:  # also the weights: they need no wait
         row_scale = tl.load(scales + n)
         if GATED:
             up_scale = tl.load(scales + rows + n)

@@ -22,7 +22,7 @@ SLOW = 1 / 64  # share of a step in the chance that new sequences are given
 
 
 def unmeasured(rows: int, most: int) -> Costs:
-    """Costs of steps of up to so many rows, where nobody has timed any: those of a device that is busy from
+    """Costs of steps by rows, where none was timed: those of a device that is busy from
     64 tokens on."""
     shapes = drafted_shapes([min(rows, SIZES[-1])], most)
     return {
@@ -40,7 +40,7 @@ class DraftPace:
     """
 
     def __init__(self, slots: int, most: int, costs: Costs | None = None) -> None:
-        """most: drafts of a row. costs: None or without entries if nobody has timed any."""
+        """most: drafts of a row. costs: None or without entries if none was timed."""
         self._counts, self._ratios = relative_costs(costs or unmeasured(slots, most), slots, most)
         self._chance = np.full(slots, HOPED)
         self._seen = np.full(slots, NEW)
@@ -52,7 +52,7 @@ class DraftPace:
         self._chance[slot], self._seen[slot] = max(self._usual, LEAST_HOPED), NEW
 
     def most(self, rows: int) -> int:
-        """The most drafts of each row in a step of so many rows."""
+        """The most drafts of each row in a step of `rows`."""
         able = np.isfinite(self._ratios[rows])
         return int(self._counts[able].max()) if able.any() else 0
 
@@ -90,7 +90,7 @@ def best_count(chances: np.ndarray, rows: int, counts: np.ndarray, ratios: np.nd
     """Which of `counts` drafts a row gives the most tokens per second, and how many more than none do.
 
     chances: of each row that takes drafts, that the next one is right. rows: of the step, with those that
-    take none. ratios: what a step with so many drafts costs, relative to one without."""
+    take none. ratios: what a step with that number of drafts costs, relative to one without."""
     powers = np.broadcast_to(chances, (counts[-1], len(chances))).cumprod(0)
     tokens = 1 + powers.sum(1).cumsum() / rows
     speeds = tokens[counts - 1] / ratios

@@ -170,7 +170,7 @@ class InvariantChecker:
         for request in waiting:
             holds = request.slot >= 0 or request.held or request.reserved_blocks
             _require(not holds, f"request {request.handle} waits, and still holds a slot or blocks")
-        # What has run before goes first; priorities are for the others.
+        # What has run before takes precedence; priorities are for the others.
         order = [(not r.first_scheduled_ns, 0 if r.first_scheduled_ns else r.priority) for r in waiting]
         _require(order == sorted(order), f"the queue is in the order {order}")
         timed = sorted((r.deadline_ns, r.handle) for r in waiting if r.deadline_ns)

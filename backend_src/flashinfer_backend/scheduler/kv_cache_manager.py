@@ -198,7 +198,7 @@ class KVCacheManager:
         return min(decoding_blocks(pool.tail, self.block_size, self._drafts), most)
 
     def _commit(self, request: Request, group: int, columns: int) -> None:
-        """Count what the sequence will have of a group with a window, with so many `columns`."""
+        """Count what the sequence will have of a group with a window, with `columns`."""
         pool, held = self.pools[group], request.held[group]
         committed = max(self._promise(request, pool), columns - held.behind)
         pool.committed += committed - held.committed

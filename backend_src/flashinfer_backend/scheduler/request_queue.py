@@ -50,7 +50,7 @@ class RequestQueue:
         while end:
             rank, request = self._line[end - 1]
             most = max(most, request.max_new)
-            # With the longest first, nobody behind the first of a priority has more.
+            # With the longest first, none behind the first of a priority has more.
             group = rank[:2] if self._longest_first and not rank[0] else rank
             end = bisect_left(self._line, (group,))
         return most

@@ -100,8 +100,8 @@ class Grammar:
     def forced(self, most: int) -> list[int]:
         """Up to `most` tokens that are likely to come next, since the grammar allows one text alone: drafts
         that cost no model. Of the tokens that spell it the longest, which is a guess: others can follow as
-        well. Some 0.03 ms a token. The masks must be those of the current state, and nobody else may use the
-        grammar meanwhile."""
+        well. Some 0.03 ms a token. The masks must be those of the current state, and no other thread may use
+        the grammar meanwhile."""
         found: list[int] = []
         masks, mask = self.masks, self.masks[0]
         while len(found) < most and (token := self._only(mask)) is not None:

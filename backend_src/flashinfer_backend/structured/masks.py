@@ -20,7 +20,7 @@ from flashinfer_backend.core.step import NewSequence
 from flashinfer_backend.structured.compiler import GrammarCompiler
 from flashinfer_backend.structured.grammar import Grammar, GrammarError
 
-MOST_THREADS = 16  # a mask takes 0.3 ms; the loop and the doors need some, too
+MOST_THREADS = 16  # a mask takes 0.3 ms; the loop and the doors also need some
 
 
 class Move(NamedTuple):
@@ -65,7 +65,7 @@ class SequenceGrammars:
         return grammar
 
     def advance(self, moves: Sequence[Move]) -> None:
-        """Begin to move grammars on, each at most once; nobody else may use them until wait()."""
+        """Begin to move grammars on, each at most once; no other thread may use them until wait()."""
         self.wait()
         if not moves:
             return

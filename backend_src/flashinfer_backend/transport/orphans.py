@@ -41,7 +41,7 @@ class Stub(NamedTuple):
         return self.start_ticks is not None and rundir.start_ticks(self.pid) == self.start_ticks
 
     def remove_memory(self) -> None:
-        """Takes the name of its shared memory away. Whoever has it mapped keeps the memory."""
+        """Takes the name of its shared memory away. A process that has it mapped keeps the memory."""
         remove_regions([self.region])
 
     def memory_bytes(self) -> int:
@@ -96,7 +96,7 @@ _skipped: set[str] = set()  # names of which the log has said so
 @contextlib.contextmanager
 def _own_region(name: str) -> Iterator[int | None]:
     """Opens a region; None where there is none. Everybody can make entries there, links to files of others
-    too, so what is not a regular file of this user with this name alone is left as it is. Nobody else can
+    too, so what is not a regular file of this user with this name alone is left as it is. No other user can
     replace one that is: the folder is sticky."""
     try:
         # O_NONBLOCK: a FIFO is not waited for.

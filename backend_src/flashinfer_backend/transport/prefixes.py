@@ -3,8 +3,8 @@
 
 `<run dir>/prefixes`: int64 [engines, 2, ENTRIES]. A block of a prompt has a key, a hash of all tokens up to
 its end. Its entry is `key % ENTRIES`; there the two rows hold the key, mixed with the engine's pid, and how
-many tokens the engine had written by then. Nobody locks: an entry that two write at once is wrong, and then
-a request goes to another engine than the best.
+many tokens the engine had written by then. There is no lock: an entry that two write at once is wrong, and
+then a request goes to another engine than the best.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ FEW = 16  # tokens, up to which a product in e4m3 may begin with quantising
 
 
 def seeds(role: Role, shape: Shape, tokens: int, fp8: bool) -> list[Tiling]:
-    """What the devices' files take for so many tokens, and a plain tiling; in e4m3 also with quantising in
+    """What the devices' files take for `tokens`, and a plain tiling; in e4m3 also with quantising in
     it."""
     files = [tuned.read(path) for path in sorted(tuned.FOLDER.glob("*.json"))]
     entries = [entry for file in files for entry in (file.linear_fp8 if fp8 else file.linear).get(role, ())]
@@ -164,7 +164,7 @@ def neighbours(tiling: Tiling, role: Role, shape: Shape, tokens: int, fp8: bool 
 
 
 def possible(tiling: Tiling, role: Role, shape: Shape, tokens: int, fp8: bool = False) -> bool:
-    """Whether ops.triton_linear can compute a product of so many tokens so."""
+    """Whether ops.triton_linear can compute a product of `tokens` so."""
     normed, gated = role in NORMED and not fp8, role == GATED
     if not normed and not tiling.fuse_norm:  # without a norm the field means nothing
         return False
@@ -281,7 +281,7 @@ def of_experts(format: str, count: int, per_token: int, sizes: tuple[int, ...]) 
 
 
 def expert_blocks(tokens: int, scales: Scales) -> list[ExpertBlock]:
-    """Those for a tile of so many tokens; with scales of 128x128 blocks no more rows, and one inner."""
+    """Those for a tile of `tokens`; with scales of 128x128 blocks no more rows, and one inner."""
     found = [ExpertBlock(*block) for block in (BLOCKS if scales == "none" else BLOCKS_IN_FP8)[tokens]]
     return [block for block in found if scales != "blocks" or (block.inner == 128 and block.rows <= 128)]
 
@@ -307,7 +307,7 @@ def of_decode_attention(cache: tuned.Cache, sizes: tuple[int, ...]) -> Case:
 
 
 def decode_forms(rows: int) -> list[DecodeAttention]:
-    """Forms worth a try for so many rows."""
+    """Forms worth a try for `rows`."""
     found = []
     for block, stages, warps, registers in FORMS:
         few, *more = PROGRAMS[warps]

@@ -125,7 +125,7 @@ class ModelBench:
         self._stream = torch.cuda.Stream() if model.device.type == "cuda" else None
 
     def step(self, tokens: int, layers: int | None = None) -> Callable[[], Tensor]:
-        """The products of a step of so many tokens, one after the other as in a step, without what is between
+        """The products of a step of `tokens`, one after the other as in a step, without what is between
         them: rotation and attention; logits of the last MOST_LOGITS tokens, as prompts want few. layers: only
         the first ones."""
         model, spec = self.model, self.model.spec

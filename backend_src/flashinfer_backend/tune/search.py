@@ -31,7 +31,7 @@ class Bench(Protocol):
     """Measures on one device."""
 
     def steps(self, tokens: int, candidates: Sequence[Tuned]) -> list[float]:
-        """Time of a step of so many tokens by the choices of each candidate, in microseconds; infinite where
+        """Time of a step of `tokens` by the choices of each candidate, in microseconds; infinite where
         it cannot run, or gives something else than the first."""
         ...
 
@@ -43,9 +43,9 @@ class Bench(Protocol):
 @dataclass(frozen=True)
 class Case:
     """name: for people. table, key, shape: where the fields are kept in a `Tuned`. sizes: tokens of steps
-    for which fields are chosen, rising; limit: the table's number for so many. whole: the last size stands
-    for all more. candidates: what is tried for so many tokens beside what is chosen now. neighbours: of such
-    fields, those that are tried next. other: which kernel None is."""
+    for which fields are chosen, rising; limit: the table's number for one of them. whole: the last size
+    stands for all more. candidates: what is tried for a number of tokens besides what is chosen now.
+    neighbours: of such fields, those that are tried next. other: which kernel None is."""
 
     name: str
     table: str
@@ -59,11 +59,11 @@ class Case:
     other: str = "cuBLAS"
 
     def now(self, numbers: Tuned, tokens: int) -> Fields:
-        """What `numbers` take for so many tokens of a step."""
+        """What `numbers` take for a step of `tokens`."""
         return find(getattr(numbers, self.table), self.key, self.limit(tokens), self.shape)
 
     def with_step(self, numbers: Tuned, tokens: int, fields: Fields) -> Tuned:
-        """`numbers` with these fields for up to so many tokens, and beyond the step before. A shape without
+        """`numbers` with these fields for up to `tokens`, and beyond the step before. A shape without
         an entry gets one, which begins as the one for all shapes."""
         limit = None if self.whole and tokens == self.sizes[-1] else self.limit(tokens)
         table = getattr(numbers, self.table)
@@ -122,7 +122,7 @@ def search(
 def _best(
     numbers: Tuned, case: Case, tokens: int, bench: Bench, rounds: int, say: Callable[[str], None]
 ) -> Tuned:
-    """`numbers` with the fastest fields for so many tokens: of what is chosen now, unless another is faster
+    """`numbers` with the fastest fields for `tokens`: of what is chosen now, unless another is faster
     by more than repeats differ, and the candidates; then of its neighbours, and so on for some rounds."""
 
     def fastest(choices: Sequence[Fields]) -> tuple[Fields, float, float]:
@@ -161,7 +161,7 @@ def _with_gated(numbers: Tuned, kind: Kind, **fields: Any) -> Tuned:
 
 
 def is_gated(numbers: Tuned, kind: Kind, tokens: int) -> bool:
-    """Whether the gated kernel takes so many tokens."""
+    """Whether the gated kernel takes steps of `tokens`."""
     gated = numbers.gated_linear if kind == "dense" else numbers.fp8_gated_linear
     return gated is not None and gated.fewest_tokens is not None and tokens >= gated.fewest_tokens
 

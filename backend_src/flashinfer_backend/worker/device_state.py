@@ -154,7 +154,7 @@ class DeviceState:
         return Taps(self._tapped, self.noted, places) if self._tapped else None
 
     def taps(self, tokens: int) -> Taps | None:
-        """For the outputs that a proposer takes of a step of so many tokens; None where it takes none."""
+        """For the outputs that a proposer takes of a step of `tokens`; None where it takes none."""
         if not self._tapped:
             return None
         shape = (tokens, len(self._tapped) * self.model.spec.hidden_size)

@@ -53,7 +53,7 @@ class GraphCapture:
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
         self._pool = torch.cuda.graph_pool_handle()
-        self.sizes = 0  # of steps by now, each of one or more graphs; for whoever waits
+        self.sizes = 0  # of steps by now, each of one or more graphs; for those who wait
 
     def __call__(
         self, work: Callable[[], T], warm_up: Callable[[], object] | None = None
@@ -191,7 +191,7 @@ class DecodeGraphs:
         return counts[: plan.num_rows] if len(plan.drafted_rows) else None
 
     def graph(self, rows: int) -> torch.cuda.CUDAGraph:
-        """The graph that runs steps of so many rows without drafts."""
+        """The graph that runs steps of `rows` without drafts."""
         return self._captured[self._sizes[bisect_left(self._sizes, rows)], 1].graph
 
     def step_seconds(self) -> dict[tuple[int, int], float]:

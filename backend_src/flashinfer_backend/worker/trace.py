@@ -24,7 +24,7 @@ class StepTrace:
         self._profile.start()
 
     def write(self) -> None:
-        """Ends it. Nobody sees half a file. Raises OSError, and ValueError where it is too large."""
+        """Ends it. Half a file is never seen. Raises OSError, and ValueError where it is too large."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the device's events come with the end of its work
         self._profile.stop()

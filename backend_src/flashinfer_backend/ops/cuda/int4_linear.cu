@@ -12,7 +12,7 @@ struct Kernel {
   void (*function)(Params);
   int rows;                // of out, in a block's tile
   int team_warps;
-  int (*bytes)(int, int);  // of shared memory, for so many teams and stages
+  int (*bytes)(int, int);  // of shared memory, by teams and stages
 };
 
 template <int kTokens, int kTiles, int kRowWarps> Kernel kernel(bool gated) {
@@ -47,7 +47,7 @@ int shared_memory() {  // bytes that a block may have
   return most;
 }
 
-// Whether there is such a tile, and a block of the current device has the warps and the memory for so many teams and
+// Whether there is such a tile, and a block of the current device has the warps and the memory for the teams and
 // stages.
 bool fits(int64_t tokens, int64_t warp_rows, int64_t row_warps, int64_t teams, int64_t stages) {
   Kernel k = find(tokens, warp_rows, row_warps, false);

@@ -9,7 +9,7 @@
 // subtracted at once, exactly. Scales multiply the float32 sum of a group.
 //
 // Warps that share rows share the inner dimension block by block; those that share blocks (a team) share the copies of x
-// in a ring of stages. Blocks of a cluster share the inner dimension, too. All sums meet in shared memory, in an order
+// in a ring of stages. Blocks of a cluster also share the inner dimension. All sums meet in shared memory, in an order
 // that does not depend on timing.
 //
 // -DINT4_LINEAR_TYPE names the type of x, scales and out, -DINT4_LINEAR_PARTS says how many groups of columns a block has
@@ -72,7 +72,7 @@ __device__ __forceinline__ void copy16(uint32_t to, void const* from, bool wante
 }
 __device__ __forceinline__ void fetch_to_l2(void const* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until at most so many groups of this thread's copies are pending.
+// Until at most this number of groups of the thread's copies is pending.
 __device__ __forceinline__ void wait_copies(int pending) {
   switch (pending) {
     case 0: asm volatile("cp.async.wait_group 0;" ::: "memory"); break;
