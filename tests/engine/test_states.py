@@ -70,20 +70,38 @@ def test_prompts_that_part_within_another_keep_a_state_there(folder: Path, tmp_p
 
 
 def test_the_least_recently_used_snapshots_go(folder: Path, tmp_path: Path) -> None:
-    """There are as many as slots."""
+    """There are twice as many as slots."""
     core = start(folder)
     pool = core.scheduler.kv_manager.snapshots
-    assert pool is not None and pool.num_blocks == core.runner.state.snapshots == 4
-    prompts = [tokens(70, seed=seed) for seed in range(6)]
+    assert pool is not None and pool.num_blocks == core.runner.state.snapshots == 8
+    prompts = [tokens(70, seed=seed) for seed in range(10)]
     once = SamplingParams(max_tokens=1, temperature=0.0)
     with serve(core, tmp_path) as client:
         for prompt in prompts:
             client.generate([prompt], once)
-        for prompt, tokens_found in zip(reversed(prompts), (64, 64, 64, 64, 0, 0), strict=True):
+        for prompt, tokens_found in zip(reversed(prompts), [64] * 8 + [0, 0], strict=True):
             before = reused(core)
             client.generate([prompt], once)
             assert reused(core, before) == tokens_found
-        assert client.generate(prompts, GREEDY) == reference(folder, prompts)
+        assert client.generate(prompts[:4], GREEDY) == reference(folder, prompts[:4])
+
+
+def test_answers_that_are_written_leave_half_of_the_snapshots(folder: Path, tmp_path: Path) -> None:
+    core = start(folder, max_num_seqs=8, check_invariants=False)
+    pool = core.scheduler.kv_manager.snapshots
+    assert pool is not None and pool.num_blocks == 16
+    held = []
+    save = core.scheduler._save_generated
+
+    def noting(slot: int, count: int) -> None:
+        save(slot, count)
+        held.append(pool.num_blocks - pool.available)
+
+    core.scheduler._save_generated = noting  # type: ignore[method-assign]
+    pool.allocate(5)  # as if they were held
+    with serve(core, tmp_path) as client:
+        client.generate([tokens(10 + seed, seed) for seed in range(8)], SamplingParams(max_tokens=90))
+    assert max(held) == 8
 
 
 def test_sequences_of_one_request_begin_with_the_first_ones_state(folder: Path, tmp_path: Path) -> None:

@@ -41,13 +41,16 @@ def generate(folder: Path, run_dir: Path, params: SamplingParams, **settings: ob
         return client.generate(make_prompts(12), params)
 
 
-def shortfalls(folder: Path, produced: list[list[int]]) -> torch.Tensor:
-    """By how much each produced token's logit is below the best one, in float32 by transformers."""
+def shortfalls(
+    folder: Path, produced: list[list[int]], prompts: list[list[int]] | None = None
+) -> torch.Tensor:
+    """By how much each produced token's logit is below the best one, in float32 by transformers. prompts:
+    default, those of make_prompts."""
     # transformers' usual attention leaves out soft caps.
     how = {"dtype": torch.float32, "attn_implementation": "eager"}
     model = AutoModelForCausalLM.from_pretrained(folder, **how).eval()
     result = []
-    for prompt, tokens in zip(make_prompts(12), produced, strict=True):
+    for prompt, tokens in zip(prompts or make_prompts(12), produced, strict=True):
         with torch.inference_mode():
             logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
         result.append(logits.amax(-1) - logits.gather(-1, torch.tensor(tokens)[:, None])[:, 0])

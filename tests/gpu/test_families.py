@@ -12,6 +12,7 @@ from flashinfer_backend.core.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.gpu
 
+DELTA_NETS = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 KINDS = {
     "arcee": {},
     "ernie4.5": {},
@@ -28,6 +29,9 @@ KINDS = {
     "olmo2": {},
     "olmo3": {},
     "phi3": {},
+    "qwen3-next": DELTA_NETS | {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128},
+    "qwen3.5": DELTA_NETS,
+    "qwen3.5-moe": DELTA_NETS | {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128},
     "seed-oss": {},
     "smollm3": {},
 }

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from flashinfer_backend.cache.device import StateFormat
 from flashinfer_backend.cache.groups import CacheGroup, cache_groups, share_memory
 from flashinfer_backend.cache.pool import BlockPool
 
@@ -53,3 +55,19 @@ def test_a_prefix_is_as_long_as_its_last_blocks_are_known() -> None:
     for block, key in zip(pool.allocate(5) or [], [keys[i] for i in (0, 1, 3, 4, 5)], strict=True):
         pool.register(block, key)
     assert [pool.serves(keys, most) for most in range(7)] == [0, 1, 2, 2, 2, 5, 6]
+
+
+def test_copied_rows_are_the_same_however_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are copied some at a time, in all layers together."""
+    states = StateFormat(3, 4, 16, 32, 128, 4, torch.bfloat16).allocate(20, torch.device("cpu"))
+    for each in states._all:
+        each.normal_()
+    before = [each.clone() for each in states._all]
+    sources, targets = (torch.arange(n, n + 7, dtype=torch.int32, device="cpu") for n in (0, 10))
+    monkeypatch.setattr(
+        "flashinfer_backend.cache.device.COPIED_BYTES", 2 * states._all[0][:, 0].nbytes + 9999
+    )
+    states.copy(sources, targets)
+    for each, old in zip(states._all, before, strict=True):
+        assert torch.equal(each[:, 10:17], old[:, :7])
+        assert torch.equal(each[:, :10], old[:, :10]) and torch.equal(each[:, 17:], old[:, 17:])

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from flashinfer_backend.ops.torch_delta import DeltaStates, inputs_kept
 
+COPIED_BYTES = 256 << 20  # of states at once: they are copied by way of other memory
+
 
 @dataclass(frozen=True)
 class KVCacheFormat:
@@ -128,5 +130,7 @@ class StateCache:
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Rows, int32 [n] each, of which no target is named twice or is a source."""
-        for states in self._all:
-            states[:, targets] = states[:, sources]
+        most = max(1, COPIED_BYTES // sum(states[:, 0].nbytes for states in self._all))
+        for some, others in zip(sources.long().split(most), targets.long().split(most), strict=True):
+            for states in self._all:
+                states.index_copy_(1, others, states.index_select(1, some))

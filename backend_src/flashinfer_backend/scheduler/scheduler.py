@@ -555,11 +555,12 @@ class Scheduler:
 
     def _save_generated(self, slot: int, tokens: int) -> None:
         """Keep a sequence's state behind so many tokens in place of its last one. It gets a key when the
-        sequence leaves its slot: until then nobody knows the tokens."""
+        sequence leaves its slot: until then nobody knows the tokens. Sequences hold half of the snapshots at
+        most; the others are for those that can be found."""
         pool, request = self.kv_manager.snapshots, self.table.requests[slot]
         assert pool is not None and request is not None
         if not request.snapshot:
-            found = pool.allocate(1)
+            found = pool.allocate(1) if 2 * pool.available > pool.num_blocks else None
             if found is None:
                 return
             (request.snapshot,) = found

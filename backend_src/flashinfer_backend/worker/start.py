@@ -322,9 +322,9 @@ def state_format(model: Transformer, drafts: int = 0) -> StateFormat | None:
 def _num_snapshots(
     config: EngineConfig, model: Transformer, states: StateFormat, neighbours: Neighbours
 ) -> int:
-    """As many as slots, for reuse; else a few, for sequences of one request. On a GPU a quarter of what the
-    slots leave at most. neighbours: as of _num_blocks."""
-    wanted = config.max_num_seqs if config.enable_kv_cache_reuse else -(-config.max_num_seqs // 8)
+    """Twice as many as slots, for reuse; else a few, for sequences of one request. On a GPU a quarter of what
+    the slots leave at most. neighbours: as of _num_blocks."""
+    wanted = 2 * config.max_num_seqs if config.enable_kv_cache_reuse else -(-config.max_num_seqs // 8)
     if model.device.type == "cpu":
         return wanted
     each = states.bytes_per_sequence
