@@ -110,6 +110,8 @@ KINDS: dict[str, tuple[str, dict, dict]] = {
     "ministral3": ("Ministral3", {"head_dim": 16, "rope_parameters": MINISTRAL3_ROPE}, {}),
     "internlm3": ("InternLM3", {"head_dim": 32, "rope_scaling": {"rope_type": "dynamic", "factor": 6.0}}, {}),
     "arcee": ("Arcee", {"rope_scaling": YARN_ROPE}, {}),
+    "iquestcoder": ("IQuestCoder", {"head_dim": 32, "attention_bias": True, "mlp_bias": True}, {}),
+    "apertus": ("Apertus", {**PLAIN_IDS, "rope_parameters": {**LLAMA3_ROPE, "rope_theta": 1e4}}, {}),
     "phi3": ("Phi3", PLAIN_IDS, {}),
     "phi3-long": (
         "Phi3",
@@ -183,6 +185,8 @@ def make_model(kind: str, seed: int = 0, **overrides) -> transformers.PreTrained
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("bias"):
                 parameter.normal_(0.0, 0.3)
+            elif "alpha_" in name:
+                parameter.normal_(0.0, 1.0)
             elif name.endswith("sinks"):
                 parameter.normal_(0.0, 1.5)
             elif name.endswith("A_log"):  # states that decay fast come of sums of large numbers, rounded
@@ -211,6 +215,7 @@ def make_multimodal(kind: str, path: Path) -> Path:
         "Qwen3_5": ("Qwen3_5", "qwen3_5_text", "qwen3_5_vision"),
         "Qwen3_5Moe": ("Qwen3_5Moe", "qwen3_5_moe_text", "qwen3_5_moe_vision"),
         "Llama4": ("Llama4", "llama4_text", "llama4_vision_model"),
+        "Qwen2": ("Qwen2_5_VL", "qwen2_5_vl_text", "qwen2_5_vl_vision"),
         "Mistral": ("Mistral3", "mistral", "pixtral"),
         "Ministral3": ("Mistral3", "ministral3", "pixtral"),
     }[architecture]
@@ -218,6 +223,8 @@ def make_multimodal(kind: str, path: Path) -> Path:
     # Llama 4's language model is a whole model in the other, whose own key says whether its head is tied.
     tied = name != "Llama4"
     text = {"model_type": model_type, "tie_word_embeddings": tied, "final_logit_softcapping": None}
+    if architecture == "Qwen2":
+        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
     tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = getattr(transformers, f"{name}Config")(
         text_config=SIZES | options | text,

@@ -13,6 +13,7 @@ from engine.test_generate import GREEDY, make_prompts, reference
 
 # One of each kind of layer; what all families have in common is tested with Llama's.
 KINDS = [
+    "apertus",
     "arcee",
     "exaone4-windows",
     "gemma3",

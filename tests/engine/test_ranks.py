@@ -93,6 +93,7 @@ def agree(found: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
         ("gpt-oss", 2, 10),
         ("qwen2-moe", 2, 10),
         ("mpt", 2, 10),
+        ("apertus", 2, 10),
         ("llama4", 2, 10),
         ("qwen3.5", 2, 48),
         ("qwen3-next", 2, 10),

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.gpu
 
 DELTA_NETS = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 KINDS = {
+    "apertus": {},
     "arcee": {},
     "ernie4.5": {},
     "exaone4-windows": {},

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -392,7 +393,9 @@ def test_greedy_ids_match_transformers_in_a_mixed_batch(pair):
         assert len(set(output)) > 8
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "llama4", "mistral", "ministral3", "qwen3.5", "qwen3.5-moe"])
+@pytest.mark.parametrize(
+    "kind", ["gemma3", "llama4", "mistral", "ministral3", "qwen2", "qwen3.5", "qwen3.5-moe"]
+)
 def test_the_text_part_of_a_multimodal_checkpoint(kind, tmp_path):
     """Its tensors have another prefix there, and those for images are not read."""
     path = make_multimodal(kind, tmp_path)
@@ -401,6 +404,24 @@ def test_the_text_part_of_a_multimodal_checkpoint(kind, tmp_path):
     assert ours.spec.tie_word_embeddings == theirs.config.tie_word_embeddings
     (logits,) = Paged(ours).step([(2, ids)])
     torch.testing.assert_close(logits, their_logits(theirs, ids), atol=1e-4, rtol=0)
+
+
+def test_the_text_part_of_a_multimodal_checkpoint_without_text_config(tmp_path):
+    """As Qwen2.5-VL was published: keys and tensors of the text are those of the whole."""
+    path, ids = make_multimodal("qwen2", tmp_path), prompt(90)
+    expected = Paged(load(path)).step([(2, ids)])
+    config = json.loads((path / "config.json").read_text())
+    text = config.pop("text_config")
+    text["rope_scaling"] = text.pop("rope_parameters") | {"type": "mrope", "rope_type": "mrope"}
+    (path / "config.json").write_text(json.dumps(text | config))
+    tensors = load_file(path / "model.safetensors")
+    names = {"model.language_model.": "model.", "model.visual.": "visual."}
+    for name in list(tensors):
+        for before, now in names.items():
+            if name.startswith(before):
+                tensors[now + name.removeprefix(before)] = tensors.pop(name)
+    save_file(tensors, path / "model.safetensors")
+    torch.testing.assert_close(Paged(load(path)).step([(2, ids)]), expected)
 
 
 @pytest.mark.parametrize("shard", [Shard(), Shard(1, 2)], ids=["all", "of-two-ranks"])

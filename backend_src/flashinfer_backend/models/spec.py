@@ -29,7 +29,7 @@ STACKED = "dense", "fp8_on_load", "mxfp4"  # formats that are read where all exp
 VOCAB_GRAIN = 16  # rows of a rank's share of the vocabulary come in multiples, as its kernels want them
 
 
-Activation = Literal["silu", "gelu_tanh", "gelu", "relu2"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu2", "xielu"]
 
 
 class Source(NamedTuple):

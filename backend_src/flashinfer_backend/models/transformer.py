@@ -71,6 +71,7 @@ class Layer(nn.Module):
     shared_gate_up: Weight
     shared_down: Weight
     shared_gate: Weight
+    xielu: nn.Parameter | None
 
     def __init__(
         self, spec: LayerSpec, model: ModelSpec, ops: ModuleType, device: torch.device, dtype: torch.dtype
@@ -84,6 +85,8 @@ class Layer(nn.Module):
             setattr(self, norm.name, parameter((size,), dtype, device))
         for product in spec.products:
             setattr(self, product.name, weight(product, dtype, device))
+        numbers = spec.mlp.activation == "xielu"
+        self.xielu = parameter((4,), torch.float32, device) if numbers else None
 
     def _product(self, x: Tensor, norm: Tensor | None, weight: Weight, chosen: Chosen | None) -> Tensor:
         """weight of x[T, K], normed first if there is a norm, with its tokens' adapters -> [T, N]."""
@@ -123,7 +126,7 @@ class Layer(nn.Module):
             inner = ops.norm_gate_up_silu(hidden, self.post_norm, self.eps, self.gate_up, chosen)
         else:
             product = self._product(hidden, self.post_norm, self.gate_up, chosen)
-            inner = ops.activate(product, mlp.activation)
+            inner = ops.activate(product, mlp.activation, self.xielu)
         return self._added(inner, self.down, residual, chosen)
 
     def _shared(self, hidden: Tensor) -> Tensor:

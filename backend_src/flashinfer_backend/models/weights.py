@@ -154,6 +154,8 @@ def of_layers(model: Model) -> dict[str, Stored]:
             else:
                 own = of_product(product, weight, prefix)
                 targets |= own | (_of_all(product, weight, prefix, own) if product.together else {})
+        if layer.xielu is not None:
+            targets |= _of_xielu(layer.xielu, prefix)
         if isinstance(layer, DeltaLayer):
             targets |= _of_delta_net(layer, prefix)
         if isinstance(layer, AttentionLayer) and layer.sinks is not None:
@@ -163,6 +165,18 @@ def of_layers(model: Model) -> dict[str, Stored]:
                 ((whole,),), FLOATS, layer.sinks.copy_, heads, fills=f"{prefix}sinks"
             )
     return targets
+
+
+def _of_xielu(numbers: Tensor, prefix: str) -> dict[str, Stored]:
+    """What fills the numbers of an activation (ops.torch_ops.xielu); the last two are the same in all
+    checkpoints, and may be missing."""
+    numbers[2:] = torch.tensor((0.5, -1e-6))
+    return {
+        f"{prefix}mlp.act_fn.{name}": Stored(
+            ((), (1,)), FLOATS, target.copy_, optional=name in ("beta", "eps"), fills=f"{prefix}xielu"
+        )
+        for name, target in zip(("alpha_p", "alpha_n", "beta", "eps"), numbers.split(1), strict=True)
+    }
 
 
 def _of_delta_net(layer: DeltaLayer, prefix: str) -> dict[str, Stored]:

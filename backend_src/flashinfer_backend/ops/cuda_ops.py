@@ -17,6 +17,7 @@ from torch import Tensor
 from flashinfer_backend.ops import cublas, cuda_experts, cuda_fp8, cuda_int4, gated_linear, triton_linear
 from flashinfer_backend.ops.tilings import choose
 from flashinfer_backend.ops.torch_delta import count_held
+from flashinfer_backend.ops.torch_ops import xielu
 from flashinfer_backend.ops.triton_adapters import expand, group_adapters, shrink
 from flashinfer_backend.ops.triton_delta import delta_net
 from flashinfer_backend.ops.triton_drafts import (
@@ -146,9 +147,11 @@ def _adapted(
     return expand(product, added)
 
 
-def activate(x: Tensor, activation: str) -> Tensor:
+def activate(x: Tensor, activation: str, numbers: Tensor | None = None) -> Tensor:
     """x[T, 2I] -> activation(gate) * rest [T, I] with "silu" or "gelu_tanh"; with "relu2" and "gelu", which
-    have no gate, of x[T, I]. See ops.torch_ops."""
+    have no gate, of x[T, I]. numbers: of "xielu". See ops.torch_ops."""
+    if numbers is not None:
+        return xielu(x, numbers)
     if activation == "relu2":
         return F.relu(x).square_()
     if activation == "gelu":

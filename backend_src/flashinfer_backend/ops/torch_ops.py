@@ -50,16 +50,28 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, chosen: Chosen
     return _add_adapters(weight.format.product(x, weight, bias), x, weight, chosen)
 
 
-def activate(x: Tensor, activation: str) -> Tensor:
+def activate(x: Tensor, activation: str, numbers: Tensor | None = None) -> Tensor:
     """x[T, 2I], a gate's columns and those that it multiplies -> activation(gate) * rest [T, I] with "silu"
     or "gelu_tanh" (https://arxiv.org/abs/1606.08415); with those that have no gate x[T, I] -> max(x, 0) ** 2
-    ("relu2") or GELU's own form of x ("gelu")."""
+    ("relu2"), GELU's own form of x ("gelu") or, with its `numbers` (`xielu`), "xielu"."""
+    if numbers is not None:
+        return xielu(x, numbers)
     if activation == "relu2":
         return F.relu(x).square()
     if activation == "gelu":
         return F.gelu(x)
     gate, rest = x.chunk(2, dim=-1)
     return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * rest
+
+
+def xielu(x: Tensor, numbers: Tensor) -> Tensor:
+    """alpha_p x^2 + beta x for x > 0, else alpha_n (exp(min(x, eps)) - 1 - x) + beta x, in float32:
+    https://arxiv.org/abs/2411.13010. numbers[4] float32: alpha_p and alpha_n, of which the softplus is taken,
+    and alpha_n is above beta; beta; eps."""
+    (positive, negative), (beta, eps) = F.softplus(numbers[:2]), numbers[2:]
+    wide = x.float()
+    below = (torch.expm1(torch.minimum(wide, eps)) - wide) * (beta + negative)
+    return (torch.where(wide > 0, positive * wide * wide, below) + beta * wide).to(x.dtype)
 
 
 def linear_add(x: Tensor, weight: Weight, residual: Tensor | None, chosen: Chosen | None = None) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 from flashinfer_backend.core.checkpoint_json import check_kinds, read_object, read_object_if_there
 from flashinfer_backend.models.checkpoint_kind import check_config, check_folder, lacking
 from flashinfer_backend.models.errors import UnsupportedModelError
+from flashinfer_backend.models.hf.apertus import apertus
 from flashinfer_backend.models.hf.arcee import arcee
 from flashinfer_backend.models.hf.config import MULTIMODAL, Config
 from flashinfer_backend.models.hf.eagle3 import Eagle3Spec, eagle3
@@ -25,6 +26,7 @@ from flashinfer_backend.models.hf.granite import granite
 from flashinfer_backend.models.hf.helium import helium
 from flashinfer_backend.models.hf.hunyuan_v1_dense import hunyuan_v1_dense
 from flashinfer_backend.models.hf.internlm3 import internlm3
+from flashinfer_backend.models.hf.iquestcoder import iquestcoder
 from flashinfer_backend.models.hf.llama import llama
 from flashinfer_backend.models.hf.llama4 import llama4_text
 from flashinfer_backend.models.hf.ministral import ministral
@@ -63,6 +65,8 @@ ARCHITECTURES: dict[str, Callable[[Config], ModelSpec]] = {
     "MinistralForCausalLM": ministral,
     "Ministral3ForCausalLM": ministral3,
     "InternLM3ForCausalLM": internlm3,
+    "IQuestCoderForCausalLM": iquestcoder,
+    "ApertusForCausalLM": apertus,
     "ArceeForCausalLM": arcee,
     "Phi3ForCausalLM": phi3,
     "GraniteForCausalLM": granite,

@@ -104,6 +104,14 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 1,
         },
     ),
+    "Qwen2_5_VLForConditionalGeneration": (
+        "Qwen2ForCausalLM",
+        {
+            "vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80,
+            "num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80,
+        },
+    ),
     "Mistral3ForConditionalGeneration": (
         "MistralForCausalLM",
         {
@@ -115,6 +123,8 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 # The same where text_config has another model_type than most.
 TEXT_TYPES: dict[Any, tuple[str, dict[str, Any]]] = {"ministral3": ("Ministral3ForCausalLM", {})}
+# Those whose text model's keys can be those of the whole, as Qwen published them.
+FLAT = {"Qwen2_5_VLForConditionalGeneration"}
 # Beginnings of such a checkpoint's tensors: what they are called here, and those that are not read.
 ALIASES = (
     ("language_model.model.", "model."),
@@ -123,7 +133,7 @@ ALIASES = (
 )
 IGNORED = (
     "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.",
-    "model.visual.", "vision_model.",
+    "model.visual.", "visual.", "vision_model.",
 )  # fmt: skip
 # Norms of a layer, and the modules that have their weights.
 PRE_NORMS = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
@@ -528,8 +538,11 @@ class Config:
 
     def rope_keys(self) -> dict[str, Any]:
         """transformers 5's rope_parameters or the older rope_scaling. Where both are there, transformers
-        takes rope_scaling, whatever the other says."""
-        return dict(self.raw.get("rope_scaling") or self.raw.get("rope_parameters") or {})
+        takes rope_scaling, whatever the other says. Of a text, the positions of all sections of mrope are the
+        same, so that it is the usual rope."""
+        given = self.raw.get("rope_scaling") or self.raw.get("rope_parameters") or {}
+        types = {key: "default" for key in ("type", "rope_type") if given.get(key) == "mrope"}
+        return {key: value for key, value in given.items() if not key.startswith("mrope_")} | types
 
     def ropes_by_kind(self) -> dict[str, dict[str, Any]]:
         """The rotary embedding's keys of layers with a window and without: those of rope_parameters, or of
@@ -696,6 +709,9 @@ def _text_part(raw: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         return raw, False
     check_kinds(raw, {"text_config": "object"})
     text = raw.get("text_config") or {}
+    if name in FLAT:
+        text = text or {key: value for key, value in raw.items() if key != "vision_config"}
+        text = text | {"model_type": None}
     architecture, defaults = TEXT_TYPES.get(text.get("model_type"), MULTIMODAL[name])
     shared = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "eos_token_id")
     of_whole = {key: raw[key] for key in shared if raw.get(key) is not None}

@@ -39,9 +39,6 @@ def hybrid(config: Config, mlps: list[Gated], kv_heads: int, fused: bool) -> Mod
             f"layer_types is {shown(types)}; it should name num_hidden_layers, {count}, layers, and one of"
             " them at least full_attention"
         )
-    # Of a text, the positions of all three sections are the same.
-    rope = {key: value for key, value in config.rope_keys().items() if not key.startswith("mrope_")}
-    config = config.changed(rope_scaling=None, rope_parameters=rope)
     attention = config.attention(
         kv_heads=kv_heads, head_dim=256, qk_norm="head", norm_offset=1.0, partial=0.25, gated=True
     )

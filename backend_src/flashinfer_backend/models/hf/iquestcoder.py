@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""IQuest-Coder: https://huggingface.co/IQuestLab/IQuest-Coder-V1-40B-Instruct. Llama with other
+sizes."""
+
+from __future__ import annotations
+
+from flashinfer_backend.models.hf.config import Config
+from flashinfer_backend.models.spec import ModelSpec
+
+
+def iquestcoder(config: Config) -> ModelSpec:
+    config.only("attention_bias", "mlp_bias", clip_qkv=None, use_sliding_window=False)
+    bias, mlp = config.flag("attention_bias"), config.gated(bias=config.flag("mlp_bias"))
+    attention = config.attention(kv_heads=8, head_dim=128, bias=bias, o_bias=bias)
+    return config.model([(attention, mlp)] * config.num_layers)
