@@ -79,29 +79,21 @@ def test_the_number_of_processes_follows_engines_and_cores(
     assert worker_count(options, [config]) == count
 
 
-def test_kept_responses_need_one_process(capsys, free_port):
-    options = ["--store-mib", "1", "--workers", "2", "--port", free_port]
-    assert main(["--model", "bundled", "--set", "device=cpu", *options]) == 1
-    assert "--store-mib 1 with 2 processes" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("tools", "reasoning"), [("hermes", "harmony"), ("harmony", "think")])
-def test_a_format_that_would_not_be_read_beside_harmony_is_refused(capsys, free_port, tools, reasoning):
-    formats = ["--tool-format", tools, "--reasoning-format", reasoning]
-    assert main(["--model", "bundled", "--set", "device=cpu", *formats, "--port", free_port]) == 1
-    said = f"openai: --tool-format {tools} and --reasoning-format {reasoning}: Harmony writes both"
-    assert said in capsys.readouterr().err
-
-
-def test_an_engine_without_kernels_is_not_prebuilt(capsys):
-    assert prebuild.main(["--model", "bundled", "--set", "device=cpu"]) == 1
-    assert "prebuild: device=cpu: an engine on a CPU has no kernels to compile" in capsys.readouterr().err
-
-
-def test_settings_may_be_given_one_by_one(capsys, free_port):
-    arguments = ["--model", "bundled", "--set", "device=tpu", "--set", "max_num_seqs=2"]
-    assert main([*arguments, "--port", free_port]) == 1
-    assert "--set: device=tpu: should be auto, cuda, cpu" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("command", "arguments", "message"),
+    [
+        (main, "--store-mib 1 --workers 2", "--store-mib 1 with 2 processes"),
+        (main, "--tool-format hermes --reasoning-format harmony",
+         "openai: --tool-format hermes and --reasoning-format harmony: Harmony writes both"),
+        (main, "--tool-format harmony --reasoning-format think",
+         "openai: --tool-format harmony and --reasoning-format think: Harmony writes both"),
+        (prebuild.main, "", "prebuild: device=cpu: an engine on a CPU has no kernels to compile"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_refused(capsys, free_port, command, arguments, message):
+    port = ["--port", free_port] if command is main else []
+    assert command(["--model", "bundled", "--set", "device=cpu", *arguments.split(), *port]) == 1
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [main, prebuild.main])
@@ -146,13 +138,6 @@ def test_parameters_that_nobody_reads_are_refused(capsys, free_port, tmp_path):
     assert main(["--llm-config", str(file), "--port", free_port]) == 1
     message = "parameter max_beam_width of the llm model is '2': beam search is not supported"
     assert f"openai: {message}" in capsys.readouterr().err
-
-
-def test_a_setting_may_be_repeated(capsys, free_port):
-    settings = ["device=tpu", "dtype=auto", "dtype=auto"]
-    assert main(["--model", "bundled", "--set", *settings, "--port", free_port]) == 1
-    said = capsys.readouterr().err
-    assert "--set: device=tpu: should be" in said and "dtype" not in said
 
 
 @pytest.mark.parametrize(
@@ -201,12 +186,8 @@ def test_as_many_connections_as_there_are_files_for():
         (main, "--max-request-bytes", "0", "0: it should be a whole number from 1 to"),
         (main, "--allowed-origins", "chat.example",
          "chat.example: an origin is a scheme, a host and perhaps a port"),
-        (
-            main,
-            "--allowed-origins",
-            "https://Chat.example",  # no browser sends it so
-            "https://Chat.example: an origin is a scheme, a host and perhaps a port",
-        ),
+        (main, "--allowed-origins", "https://Chat.example",  # no browser sends it so
+         "https://Chat.example: an origin is a scheme, a host and perhaps a port"),
         (main, "--max-prompt-bytes", "-1", "-1: it should be a whole number from 0 to"),
         (main, "--prompt-logits-mib", "inf", "inf: it should be a whole number from 0 to"),
         (launcher.main, "--drain-seconds", "nan", "nan: it should be 0 to 86400 seconds"),
