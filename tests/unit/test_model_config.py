@@ -27,7 +27,7 @@ from flashinfer_backend.models.spec import Experts, LinearScaling, ModelSpec
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.ops import torch_ops
 from flashinfer_backend.text.tokenizer import TextTokenizer
-from flashinfer_backend.worker.start import check_cuda_formats
+from flashinfer_backend.worker.start import check_cuda_formats, state_format
 
 # As Llama 3.1 8B was published, with the keys of transformers 4.
 LLAMA31 = {
@@ -355,6 +355,46 @@ def parse_moe(folder: Path, kind: str = "qwen3-moe", **changes: Any) -> ModelSpe
     written = {key: value for key, value in written.items() if value is not ...}
     (path / "config.json").write_text(json.dumps(written))
     return read_spec(path)
+
+
+@pytest.mark.parametrize(
+    ("shape", "states", "size"), [("qwen3.5-35b-a3b", 30, 34.66e9), ("qwen3.5-27b", 48, 26.90e9)]
+)
+def test_published_sizes_of_delta_nets(shape, states, size):
+    """Without the head for drafts. Of 4 ranks each has its heads, whose states are a quarter."""
+    spec = read_spec(Path(__file__).parents[2] / "perf_configs/shapes" / shape)
+    model = Transformer(spec, torch_ops, "bfloat16", "meta", 16)
+    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(size, rel=1e-3)
+    assert len(spec.delta_nets) == states == 3 * len(spec.attentions)
+    assert (spec.attention.rope.dim, spec.attention.rope.theta, spec.attention.gated) == (64, 1e7, True)
+    part = Transformer(spec.share(Shard(3, 4)), torch_ops, "bfloat16", "meta", 16)
+    assert 4 * state_format(part).bytes_per_sequence == state_format(model).bytes_per_sequence
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["linear_attention"] * 5}, "and one of them at least full_attention"),
+        ({"layer_types": ["full_attention"] * 4}, "it should name num_hidden_layers, 5, layers"),
+        ({"layer_types": ["sliding_attention"] * 5}, "has 'sliding_attention'; .* and linear_attention"),
+        (
+            {"linear_num_value_heads": 3},
+            "linear_num_value_heads 3 is not a multiple of linear_num_key_heads 2",
+        ),
+        ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim is 0; it should be an integer"),
+        ({"attn_output_gate": False}, "attn_output_gate false is not supported"),
+    ],
+)
+def test_delta_nets_that_are_not_computed_are_refused(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        parse_moe(tmp_path, "qwen3.5", **changes)
+
+
+def test_delta_nets_are_cut_by_key_heads(tmp_path):
+    spec = parse_moe(tmp_path, "qwen3-next")
+    with pytest.raises(UnsupportedModelError, match="should divide linear_num_key_heads, which is 2"):
+        spec.share(Shard(0, 4))
+    assert parse_moe(tmp_path, "qwen3.5", mtp_num_hidden_layers=2).mtp is None is not spec.mtp
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe", "qwen3-moe-plain"])

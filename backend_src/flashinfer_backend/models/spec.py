@@ -576,7 +576,7 @@ class ModelSpec:
         if self.mtp is None:
             raise UnsupportedModelError(
                 "speculative_method=mtp needs a checkpoint of a family that brings such a head (Qwen3.5,"
-                " Qwen3-Next): set it to ngram, eagle3 or none"
+                " Qwen3-Next), of one layer: set it to ngram, eagle3 or none"
             )
         return self.mtp
 

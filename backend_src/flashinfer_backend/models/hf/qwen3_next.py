@@ -29,7 +29,7 @@ def shared_experts(config: Config, norm_topk: bool) -> Experts:
 def hybrid(config: Config, mlps: list[Gated], kv_heads: int, fused: bool) -> ModelSpec:
     """A model with these MLPs. Norms multiply by 1 plus their weight, but for those of delta nets. fused: as
     of Config.delta_net."""
-    config.only("partial_rotary_factor", attention_bias=False)
+    config.only("partial_rotary_factor", attention_bias=False, attn_output_gate=True)
     count, every = config.num_layers, config.count_or("full_attention_interval", 4)
     types = config.layer_types("linear_attention") or [
         "linear_attention" if (index + 1) % every else "full_attention" for index in range(count)
@@ -45,5 +45,7 @@ def hybrid(config: Config, mlps: list[Gated], kv_heads: int, fused: bool) -> Mod
     delta_net = config.delta_net(fused)
     mixers = [attention if each == "full_attention" else delta_net for each in types]
     model = config.model(zip(mixers, mlps, strict=True), norm_offset=1.0)
-    (mtp,) = config.model([(attention, mlps[-1])], norm_offset=1.0, place=f"{DRAFTER}layers").layers
+    mtp = None
+    if config.raw.get("mtp_num_hidden_layers") in (None, 1):
+        (mtp,) = config.model([(attention, mlps[-1])], norm_offset=1.0, place=f"{DRAFTER}layers").layers
     return replace(model, ignored=(*model.ignored, DRAFTER), mtp=mtp)
