@@ -22,6 +22,7 @@ from flashinfer_backend.models.weights import WeightsError, load_weights
 from flashinfer_backend.ops import fp8, torch_ops
 from flashinfer_backend.ops.weight import FORMATS, Weight
 from flashinfer_backend.worker.start import check_cuda_formats
+from int4_checkpoints import AWQ, GPTQ, INT4_LAYOUTS, make_int4, packed
 from quantised import (
     ARGS,
     BLOCKS,
@@ -47,6 +48,12 @@ def two_groups() -> dict:
 def by_layer() -> dict:
     config = copy.deepcopy(DYNAMIC)
     config["config_groups"]["group_0"]["targets"] = ["re:.*mlp.*"]
+    return config
+
+
+def quantised_activations() -> dict:
+    config = packed()
+    config["config_groups"]["group_0"]["input_activations"] = TOKEN
     return config
 
 
@@ -81,6 +88,30 @@ REFUSED = {
     "e5m2": (FP8 | {"fmt": "e5m2"}, "'fp8' with fmt 'e5m2'"),
     "no activation_scheme": ({"quant_method": "fp8"}, "'fp8' with activation_scheme null"),
     "no zero_point": ({"quant_method": "awq", "bits": 4}, "'awq' without zero_point"),
+    "awq of 8 bits": (AWQ | {"bits": 8, "group_size": 128}, "'awq' with bits 8"),
+    "awq gemv": (AWQ | {"version": "gemv", "group_size": 128}, "'awq' with version 'gemv'"),
+    "awq without zeros": (AWQ | {"zero_point": False, "group_size": 128}, "'awq' with zero_point false"),
+    "awq groups": (AWQ | {"group_size": 16}, "'awq' with group_size 16"),
+    "gptq of 3 bits": (GPTQ | {"bits": 3, "group_size": 128}, "'gptq' with bits 3"),
+    "gptq marlin": (GPTQ | {"checkpoint_format": "marlin"}, "'gptq' with checkpoint_format 'marlin'"),
+    "gptq marlin, older": (GPTQ | {"is_marlin_format": True}, "'gptq' with is_marlin_format true"),
+    "gptq head": (GPTQ | {"lm_head": True, "group_size": 128}, "'gptq' with lm_head true"),
+    "gptq words": (GPTQ | {"pack_dtype": "int16", "group_size": 128}, "'gptq' with pack_dtype 'int16'"),
+    "gptq groups": (GPTQ | {"group_size": 1024}, "'gptq' with group_size 1024"),
+    "gptq no groups": (GPTQ, "'gptq' with group_size null"),
+    "gptq mixed": (
+        GPTQ | {"group_size": 128, "dynamic": {r"+:.*down": {"bits": 8}}},
+        "'gptq' with other settings for some modules (dynamic '+:.*down')",
+    ),
+    "packed, activations": (quantised_activations(), "'pack-quantized' with quantised activations"),
+    "packed, 8 bits": (packed(num_bits=8), "weights with num_bits 8"),
+    "packed, groups of 16": (packed(group_size=16), "with group_size 16"),
+    "packed, floats": (packed(type="float"), "weights with type 'float'"),
+    "packed, per tensor": (packed(strategy="tensor"), "weights by tensor"),
+    "packed, order": (packed(actorder="random"), "weights with actorder 'random'"),
+    "packed, sparse": (packed() | {"sparsity_config": {"format": "marlin-24"}}, "with sparsity"),
+    "packed, marlin": (packed() | {"format": "marlin-24"}, "in format 'marlin-24'"),
+    "autoround": ({"quant_method": "auto-round", "bits": 4}, "'auto-round'"),
     "powers of two": (FP8 | {"scale_fmt": "ue8m0"}, "'fp8' with scale_fmt 'ue8m0'"),
 }  # fmt: skip
 
@@ -92,6 +123,7 @@ def test_refused_by_name(case):
         read_quantization({"quantization_config": config}, {})
     told = str(error.value)
     assert "served are FP8 (e4m3) checkpoints" in told and "quantization=fp8" in told
+    assert "4-bit weights of AWQ (gemm), GPTQ and compressed-tensors (pack-quantized)" in told
     assert not re.search(r"\b(None|True|False)\b", told)
 
 
@@ -142,6 +174,29 @@ def test_parts_that_begin_within_a_block_are_refused(tmp_path):
         read_spec(folder)
 
 
+def test_modules_that_gptq_names_are_quantised_and_no_others():
+    config = GPTQ | {"group_size": 64, "modules_in_block_to_quantize": [["mlp.up_proj", "mlp.gate_proj"]]}
+    quantization = read_quantization({"quantization_config": config}, {})
+    assert quantization.format_of(["model.layers.0.mlp.gate_proj"]) == "int4_gptq_64"
+    assert (
+        quantization.format_of(["model.layers.0.mlp.down_proj", "model.layers.0.self_attn.o_proj"]) == "dense"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"intermediate_size": 272}, "mlp.down_proj have 272 columns; .* multiple of 64"),
+        ({"intermediate_size": 260}, "mlp.gate_proj has 260 rows; .* multiple of 8"),
+    ],
+)
+def test_shapes_that_do_not_divide_are_refused(tmp_path, changes, message):
+    folder = make_int4("awq", "llama", tmp_path).folder
+    edit_config(folder, **changes)
+    with pytest.raises(UnsupportedModelError, match=message):
+        read_spec(folder)
+
+
 # Loading
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
@@ -153,39 +208,70 @@ def load(folder: Path) -> Transformer:
     return model
 
 
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (lambda t: t.pop(f"{Q_PROJ}.weight_scale"), rf"lacks tensors.*{Q_PROJ}\.weight_scale"),
-        (lambda t: t.pop(f"{Q_PROJ}.input_scale"), rf"lacks tensors.*{Q_PROJ}\.input_scale"),
-        (
-            lambda t: t.update({f"{Q_PROJ}.weight": t[f"{Q_PROJ}.weight"].bfloat16()}),
-            r"q_proj.weight is BF16; only F8_E4M3 are loaded \(by its quantization_config: fp8_static\)",
-        ),
-        (
-            lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(fp8.E4M3)}),
-            "lm_head.weight is F8_E4M3; only F32, F16, BF16",
-        ),
-        (
-            lambda t: t.update({f"{Q_PROJ}.weight_scale": torch.ones(256, 2)}),
-            r"weight_scale has shape \[256, 2\], config.json asks for \[\] or \[1\] or \[256\] or \[256, 1\]",
-        ),
-        (lambda t: t[f"{Q_PROJ}.weight_scale"].fill_(torch.nan), "weight_scale has scales that are not"),
-        (lambda t: t[f"{Q_PROJ}.input_scale"].zero_(), r"input_scale is 0\.0; a scale should be .* above 0"),
-        (
-            lambda t: t.pop("model.layers.1.self_attn.v_proj.v_scale"),
-            r"scales of some keys and values, but not self_attn\.v_scale of layer 1",
-        ),
-        (lambda t: t.update({f"{Q_PROJ}.q_scale": torch.ones(())}), r"does not account for.*q_scale"),
-    ],
-)  # fmt: skip
-def test_tensors_that_do_not_fit_are_refused(tmp_path, edit, message):
-    folder = make_quantised("modelopt", "llama", tmp_path, kv_scales=True).folder
+def edited(folder: Path, edit) -> Path:
     tensors = load_file(folder / "model.safetensors")
     edit(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("layout", "edit", "message"),
+    [
+        ("modelopt", lambda t: t.pop(f"{Q_PROJ}.weight_scale"), rf"lacks tensors.*{Q_PROJ}\.weight_scale"),
+        ("modelopt", lambda t: t.pop(f"{Q_PROJ}.input_scale"), rf"lacks tensors.*{Q_PROJ}\.input_scale"),
+        ("modelopt", lambda t: t.update({f"{Q_PROJ}.weight": t[f"{Q_PROJ}.weight"].bfloat16()}),
+         r"q_proj.weight is BF16; only F8_E4M3 are loaded \(by its quantization_config: fp8_static\)"),
+        ("modelopt", lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(fp8.E4M3)}),
+         "lm_head.weight is F8_E4M3; only F32, F16, BF16"),
+        ("modelopt", lambda t: t.update({f"{Q_PROJ}.weight_scale": torch.ones(256, 2)}),
+         r"weight_scale has shape \[256, 2\], config.json asks for \[\] or \[1\] or \[256\] or \[256, 1\]"),
+        ("modelopt", lambda t: t[f"{Q_PROJ}.weight_scale"].fill_(torch.nan),
+         "weight_scale has scales that are not"),
+        ("modelopt", lambda t: t[f"{Q_PROJ}.input_scale"].zero_(),
+         r"input_scale is 0\.0; a scale should be .* above 0"),
+        ("modelopt", lambda t: t.pop("model.layers.1.self_attn.v_proj.v_scale"),
+         r"scales of some keys and values, but not self_attn\.v_scale of layer 1"),
+        ("modelopt", lambda t: t.update({f"{Q_PROJ}.q_scale": torch.ones(())}),
+         r"does not account for.*q_scale"),
+        ("awq", lambda t: t.pop(f"{Q_PROJ}.qzeros"), rf"lacks tensors.*{Q_PROJ}\.qzeros"),
+        ("awq", lambda t: t.update({f"{Q_PROJ}.qweight": t[f"{Q_PROJ}.qweight"].float()}),
+         r"q_proj.qweight is F32; only I32 are loaded \(by its quantization_config: int4_awq_64\)"),
+        ("awq", lambda t: t.update({f"{Q_PROJ}.qweight": torch.zeros(24, 256, dtype=torch.int32)}),
+         r"qweight has shape \[24, 256\], config.json asks for \[192, 32\]"),
+        ("awq", lambda t: t[f"{Q_PROJ}.scales"].fill_(torch.inf), "scales has scales that are not finite"),
+        ("gptq", lambda t: t[f"{Q_PROJ}.bias"].fill_(1),
+         r"q_proj\.bias is not zero, but config.json describes a model without it"),
+        ("gptq-ordered", lambda t: t[f"{Q_PROJ}.g_idx"].zero_(),
+         r"q_proj\.g_idx should name each of 6 groups 32 times"),
+        ("gptq-ordered", lambda t: t.update({f"{Q_PROJ}.g_idx": t[f"{Q_PROJ}.g_idx"].flip(0)}),
+         r"g_idx of layer 0's self_attn.q_proj, .* put columns into other groups than their neighbours"),
+        ("gptq-ordered", lambda t: t.pop(f"{Q_PROJ}.g_idx"), "into other groups than their neighbours"),
+        ("packed", lambda t: t[f"{Q_PROJ}.weight_shape"].fill_(7),
+         r"weight_shape says \[7, 7\], config.json asks for \[256, 192\]"),
+    ],
+)  # fmt: skip
+def test_tensors_that_do_not_fit_are_refused(tmp_path, layout, edit, message):
+    if layout in LAYOUTS:
+        folder = make_quantised(layout, "llama", tmp_path, kv_scales=True).folder
+    else:
+        folder = make_int4(layout, "llama", tmp_path).folder
     with pytest.raises(WeightsError, match=message):
-        load(folder)
+        load(edited(folder, edit))
+
+
+def test_tensors_that_may_be_missing(tmp_path):
+    """Columns are then in order, and there is no bias."""
+    folder = make_int4("gptq", "llama", tmp_path).folder
+    before = load(folder)
+
+    def drop(tensors):
+        for name in [name for name in tensors if name.endswith((".g_idx", "_proj.bias"))]:
+            del tensors[name]
+
+    after = load(edited(folder, drop))
+    for ours, theirs in zip(before.layers, after.layers, strict=True):
+        assert torch.equal(ours.down.data, theirs.down.data) and ours.down.order is theirs.down.order is None
 
 
 def test_elements_in_fp8_without_a_word_about_it_are_refused(tmp_path):
@@ -195,17 +281,18 @@ def test_elements_in_fp8_without_a_word_about_it_are_refused(tmp_path):
         load(folder)
 
 
-@pytest.mark.parametrize("format", [name for name in FORMATS if name.startswith("fp8")])
+@pytest.mark.parametrize("format", [name for name in FORMATS if name.startswith(("fp8", "int4"))])
 def test_random_weights_in_every_format(tmp_path, format):
-    """As N(0, initializer_range) as FP8 can: what benchmarks run on."""
-    config = read_spec(make_quantised("dense", "llama", tmp_path).folder)
-    model = Transformer(config.with_format(format), torch_ops, "float32", "cpu")
+    """As N(0, initializer_range) as the format can: what benchmarks run on."""
+    spec = read_spec(make_quantised("dense", "llama", tmp_path, hidden_size=256).folder)
+    model = Transformer(spec.with_format(format), torch_ops, "float32", "cpu")
     load_weights(model, tmp_path, load_format="dummy")
     weight = model.layers[1].down
-    x = torch.eye(256)
-    values = weight.format.product(x, weight)
-    assert values.std().item() == pytest.approx(config.initializer_range, rel=0.05)
-    assert weight.data.dtype == fp8.E4M3 and model.lm_head.data.dtype == torch.float32
+    values = weight.format.product(torch.eye(256), weight)
+    assert values.std().item() == pytest.approx(spec.initializer_range, rel=0.05)
+    assert weight.shape == (256, 256) and model.lm_head.data.dtype == torch.float32
+    stored = weight.data.dtype, tuple(weight.data.shape)
+    assert stored == ((torch.int16, (256, 64)) if "int4" in format else (fp8.E4M3, (256, 256)))
 
 
 @pytest.mark.parametrize("format", ["fp8_token", "fp8_block"])
@@ -220,6 +307,16 @@ def test_random_weights_of_experts(tmp_path, format):
         values = [part.format.product(torch.eye(weight.shape[1]), part) for part in parts]
         assert all(v.std().item() == pytest.approx(config.initializer_range, rel=0.05) for v in values)
         assert len({float(v.sum()) for v in values}) == count
+
+
+def test_what_the_kernels_of_4_bits_lack_is_refused(tmp_path):
+    folder = make_int4("awq", "llama", tmp_path).folder
+    config = read_spec(folder)
+    with pytest.raises(ValueError, match=r"qkv weights \[512, 192\] of 4 bits .* multiples of 128 on a GPU"):
+        check_cuda_formats(EngineConfig(model_dir=""), config, torch.float16)
+    wide = read_spec(folder, changes={"hidden_size": 256})
+    for dtype in (torch.float16, torch.bfloat16):
+        check_cuda_formats(EngineConfig(model_dir=""), wide, dtype)
 
 
 def test_what_the_cuda_kernels_lack_is_refused(tmp_path):
@@ -317,9 +414,22 @@ def test_every_layout_is_recognised(tmp_path):
         "some-layers": "fp8_token",
         "on-load": "dense",
         "dense": "dense",
+        "awq": "int4_awq_64",
+        "awq-some": "int4_awq_32",
+        "gptq": "int4_gptq_64",
+        "gptq-zeros": "int4_gptq_32",
+        "gptq-ordered": "int4_gptq_32",
+        "gptq-rows": "int4_gptq_row",
+        "gptq-v2": "int4_gptq_v2_64",
+        "packed": "int4_packed_64",
+        "packed-zeros": "int4_packed_zeros_32",
+        "packed-rows": "int4_packed_row",
+        "packed-ordered": "int4_packed_32",
     }
     found = {
-        name: read_quantization({"quantization_config": layout.config}, layout.hf_quant or {}).format
-        for name, layout in LAYOUTS.items()
+        name: read_quantization(
+            {"quantization_config": layout.config}, getattr(layout, "hf_quant", None) or {}
+        ).format
+        for name, layout in (LAYOUTS | INT4_LAYOUTS).items()
     }
     assert found == expected
