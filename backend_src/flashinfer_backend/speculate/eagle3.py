@@ -28,7 +28,7 @@ from flashinfer_backend.models.transformer import AttentionLayer, Stream, Transf
 from flashinfer_backend.models.weights import WeightsError, load_weights, of_layers, of_product
 from flashinfer_backend.ops.weight import FLOATS, INTEGERS, Stored, Weight
 from flashinfer_backend.speculate.mtp import MtpHead
-from flashinfer_backend.speculate.proposer import DraftStep, Slots
+from flashinfer_backend.speculate.proposer import DraftStep, Places, Slots
 
 FIRST_LAYER = "midlayer"  # what SafeAILab's checkpoints call layers.0
 
@@ -100,60 +100,37 @@ class Head(nn.Module):
             taken = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
         return self.ops.linear_add(taken, self.fc, None)
 
-    def forward(
-        self,
-        tokens: Tensor,
-        hidden: Tensor,
-        places: tuple[Tensor, Tensor],
-        caches: list[tuple[Tensor, Tensor]],
-        attend: Callable[[int, Tensor, Tensor], None],
-        rows: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, hidden: Tensor, places: Places, rows: Tensor | None = None) -> Tensor:
         """Hidden states [R, H] behind the last layer, of the positions in rows (int32 [R]; None: of all).
 
         tokens: int32 [T], the one that follows each position. hidden [T, H]: the target's, joined, or the
-        head's own; may be overwritten. places: positions and cache locations, int32 [T] each. caches: (K, V)
-        of the head's layers. attend: attention's run, by the head's layers.
+        head's own; may be overwritten.
         """
         for index, layer in enumerate(self.layers):
-            q, hidden = self._before(index, tokens, hidden, places, caches)
+            q, hidden = self._before(index, tokens, hidden, places)
             attended = torch.empty_like(q)
-            attend(index, q, attended)
+            places.attend(index, q, attended)
             if rows is not None and index == len(self.layers) - 1:
                 attended, hidden = attended[rows], hidden[rows]
             hidden = layer.after(attended, Stream(hidden), self._target[0].collectives)
         return hidden
 
-    def store(
-        self,
-        tokens: Tensor,
-        hidden: Tensor,
-        places: tuple[Tensor, Tensor],
-        caches: list[tuple[Tensor, Tensor]],
-        attend: Callable[[int, Tensor, Tensor], None],
-    ) -> None:
+    def store(self, tokens: Tensor, hidden: Tensor, places: Places) -> None:
         """The same as far as it fills the cache."""
         for index, layer in enumerate(self.layers):
-            q, hidden = self._before(index, tokens, hidden, places, caches)
+            q, hidden = self._before(index, tokens, hidden, places)
             if index < len(self.layers) - 1:
                 attended = torch.empty_like(q)
-                attend(index, q, attended)
+                places.attend(index, q, attended)
                 hidden = layer.after(attended, Stream(hidden), self._target[0].collectives)
 
-    def _before(
-        self,
-        index: int,
-        tokens: Tensor,
-        hidden: Tensor,
-        places: tuple[Tensor, Tensor],
-        caches: list[tuple[Tensor, Tensor]],
-    ) -> tuple[Tensor, Tensor]:
+    def _before(self, index: int, tokens: Tensor, hidden: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         """A layer up to its attention: q[T, Hq, D] and the residual stream."""
-        layer = self.layers[index]
+        layer, where = self.layers[index], (places.positions, places.locations, places.caches[index])
         if not isinstance(layer, FirstLayer):
-            return layer.before(hidden, *places, caches[index])[0], hidden
+            return layer.before(hidden, *where)[0], hidden
         both, normed = layer.enter(self._embed(tokens), hidden)
-        q = layer.rotate(self.ops.linear_add(both, layer.qkv, None), *places, caches[index])
+        q = layer.rotate(self.ops.linear_add(both, layer.qkv, None), *where)
         return q, normed if self.spec.norm_before_residual else hidden
 
     def _embed(self, tokens: Tensor) -> Tensor:
@@ -236,11 +213,12 @@ class Eagle3:
     def propose(self, step: DraftStep, state: Slots, count: int) -> Tensor:
         assert step.hidden is not None and step.next_tokens is not None
         head, caches = self.head, state.kv_layers[self._first :]
-        fed = step.next_tokens, head.join(step.hidden), (step.positions, step.cache_locations), caches
+        places = Places(step.positions, step.cache_locations, caches, self._attention(step.attention))
+        fed = step.next_tokens, head.join(step.hidden), places
         if not count or not len(step.ends):
-            head.store(*fed, self._attention(step.attention))
+            head.store(*fed)
             return step.ends.new_empty((len(step.ends), count))
-        token, hidden = head.guess(head(*fed, self._attention(step.attention), step.ends))
+        token, hidden = head.guess(head(*fed, step.ends))
         drafts, size, slots = [token], state.block_size, step.sample_slots
         # What the step has fed has blocks, and what is drafted may have none yet: that is not stored.
         last = torch.zeros_like(state.lengths).scatter_reduce_(0, step.slots.long(), step.positions, "amax")
@@ -250,9 +228,9 @@ class Eagle3:
         blocks = state.block_table[slots, torch.minimum(columns, known)]
         locations = torch.where(columns > known, 0, blocks * size + positions % size)
         for index in range(count - 1):
-            places = positions[index], locations[index]
             attend = self._attention(step.decode(index + 1))
-            token, hidden = head.guess(head(token, hidden, places, caches, attend))
+            places = Places(positions[index], locations[index], caches, attend)
+            token, hidden = head.guess(head(token, hidden, places))
             drafts.append(token)
         return torch.stack(drafts, dim=1)
 

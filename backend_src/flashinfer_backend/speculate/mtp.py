@@ -10,7 +10,6 @@ tokens from its own normed hidden states.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from flashinfer_backend.models.transformer import (
     weight,
 )
 from flashinfer_backend.models.weights import load_weights, of_layers, of_norm, of_product
+from flashinfer_backend.speculate.proposer import Places
 
 OTHERS = ("model.", "lm_head.", "language_model.", "visual.")  # beginnings of the target's tensors' names
 NORMS = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
@@ -67,33 +67,18 @@ class MtpHead(nn.Module):
         """The target's last hidden states as its output projection reads them, [T, H] -> [T, H]."""
         return self.ops.rms_norm(taken, self._target[0].final_norm, self.spec.norm_eps)
 
-    def forward(
-        self,
-        tokens: Tensor,
-        hidden: Tensor,
-        places: tuple[Tensor, Tensor],
-        caches: list[tuple[Tensor, Tensor]],
-        attend: Callable[[int, Tensor, Tensor], None],
-        rows: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, hidden: Tensor, places: Places, rows: Tensor | None = None) -> Tensor:
         """As of speculate.eagle3.Head."""
-        q, stream = self._before(tokens, hidden, places, caches)
+        q, stream = self._before(tokens, hidden, places)
         attended = torch.empty_like(q)
-        attend(0, q, attended)
+        places.attend(0, q, attended)
         if rows is not None:
             attended, stream = attended[rows], stream.of(rows)
         return self._layer.after(attended, stream, self._target[0].collectives)
 
-    def store(
-        self,
-        tokens: Tensor,
-        hidden: Tensor,
-        places: tuple[Tensor, Tensor],
-        caches: list[tuple[Tensor, Tensor]],
-        attend: Callable[[int, Tensor, Tensor], None],
-    ) -> None:
+    def store(self, tokens: Tensor, hidden: Tensor, places: Places) -> None:
         """The same as far as it fills the cache."""
-        self._before(tokens, hidden, places, caches)
+        self._before(tokens, hidden, places)
 
     def guess(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The likeliest token by each of hidden [R, H], int32 [R], and what the next guess starts from."""
@@ -119,18 +104,13 @@ class MtpHead(nn.Module):
         assert isinstance(layer, AttentionLayer)
         return layer
 
-    def _before(
-        self,
-        tokens: Tensor,
-        hidden: Tensor,
-        places: tuple[Tensor, Tensor],
-        caches: list[tuple[Tensor, Tensor]],
-    ) -> tuple[Tensor, Stream]:
+    def _before(self, tokens: Tensor, hidden: Tensor, places: Places) -> tuple[Tensor, Stream]:
         """The layer up to its attention."""
         eps, norm = self.spec.norm_eps, self.ops.rms_norm
         embedded = norm(self._target[0].embed(tokens), self.embedding_norm, eps)
         joined = torch.cat([embedded, norm(hidden, self.hidden_norm, eps)], dim=1)
-        return self._layer.before(self.ops.linear(joined, self.fc), *places, caches[0])
+        positions, locations, (cache,), _ = places
+        return self._layer.before(self.ops.linear(joined, self.fc), positions, locations, cache)
 
 
 def load_mtp(folder: Path, target: Transformer, load_format: str = "auto") -> MtpHead:

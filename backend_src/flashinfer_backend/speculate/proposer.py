@@ -33,6 +33,15 @@ class DraftStep(NamedTuple):
     decode: Callable[[int], Prepared]
 
 
+class Places(NamedTuple):
+    """Where a head's layers compute tokens."""
+
+    positions: Tensor  # int32 [T]
+    locations: Tensor  # int32 [T], of the cache
+    caches: list[tuple[Tensor, Tensor]]  # (K, V) of the head's layers
+    attend: Callable[[int, Tensor, Tensor], None]  # attention's run, by the head's layers
+
+
 class Slots(Protocol):
     """What the device keeps by slot; the last one is the dummy of padding. Where a step's drafts have been
     checked, `lengths` counts what was kept, and the last token stands behind these."""
