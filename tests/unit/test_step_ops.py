@@ -3,12 +3,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
-import pytest
 import torch
+from interpreted import interpreted
 
 import step_inputs_cases
 from flashinfer_backend.ops import torch_ops
@@ -50,13 +46,7 @@ def test_prompts_feed_given_tokens_and_leave_their_lengths():
 
 
 def test_step_inputs_in_tritons_interpreter():
-    """In a process of its own: what is interpreted is decided when Triton is imported."""
-    pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, step_inputs_cases.__file__], env=environment, capture_output=True, text=True
-    )
-    assert not done.returncode, done.stderr
+    interpreted(step_inputs_cases.__file__)
 
 
 def test_sample_suppresses_a_token_and_records_the_choice():

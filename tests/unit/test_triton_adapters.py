@@ -4,12 +4,8 @@ ones."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
-import pytest
 import torch
+from interpreted import interpreted
 
 from flashinfer_backend.core.tuned import Tiling
 from flashinfer_backend.ops import torch_ops
@@ -128,10 +124,7 @@ def close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None
 
 
 def test_kernels_in_the_interpreter() -> None:
-    """In a process of its own: what is interpreted is decided when Triton is imported."""
-    pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, __file__], env=environment, check=True)
+    interpreted(__file__)
 
 
 if __name__ == "__main__":

@@ -5,15 +5,12 @@ tests/gpu/test_fp8_cache.py runs the real one. And how much room copies have, an
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from interpreted import interpreted
 
 from flashinfer_backend.attention import copies
 from flashinfer_backend.attention.contract import Scores
@@ -53,11 +50,7 @@ def check(kv_heads: int, dim: int, dtype: torch.dtype, lengths: list[int]) -> No
 
 
 def test_in_the_interpreter():
-    """In a process of its own: what is interpreted is decided when Triton is imported."""
-    pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    interpreted(__file__)
 
 
 @pytest.fixture

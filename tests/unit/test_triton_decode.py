@@ -6,13 +6,9 @@ tests/gpu/test_fp8_cache.py and tests/gpu/test_windows.py run the real one.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import numpy as np
-import pytest
 import torch
+from interpreted import interpreted
 from msgspec.structs import replace
 
 from flashinfer_backend.core import tuned
@@ -223,11 +219,7 @@ def check_gather() -> None:
 
 
 def test_tiles_in_the_interpreter():
-    """In a process of its own: what is interpreted is decided when Triton is imported."""
-    pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    interpreted(__file__)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,10 @@ float32; tests/gpu/test_delta.py runs the real ones."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import NamedTuple
 
-import pytest
 import torch
+from interpreted import interpreted
 from torch import Tensor
 
 from flashinfer_backend.ops import torch_delta
@@ -144,11 +141,7 @@ def check_padding(where: str, dtype: torch.dtype) -> None:
 
 
 def test_kernels_in_the_interpreter() -> None:
-    """In a process of its own: what is interpreted is decided when Triton is imported."""
-    pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    interpreted(__file__)
 
 
 if __name__ == "__main__":

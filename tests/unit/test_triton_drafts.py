@@ -4,12 +4,8 @@ ones."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
-import pytest
 import torch
+from interpreted import interpreted
 
 from flashinfer_backend.ops import torch_ops
 
@@ -86,11 +82,7 @@ def test_what_followed_the_longest_match_is_drafted() -> None:
 
 
 def test_kernels_in_the_interpreter() -> None:
-    """In a process of its own: what is interpreted is decided when Triton is imported."""
-    pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    interpreted(__file__)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import functools
 import os
-import subprocess
 import sys
 
-import pytest
 import torch
 import torch.nn.functional as F
+from interpreted import interpreted
 from msgspec.structs import replace
 
 from flashinfer_backend.ops import fp8
@@ -142,11 +141,7 @@ def check_cublas(tokens: int, role: str, rows: int, inner: int) -> None:
 
 
 def test_blocks_in_the_interpreter():
-    """In a process of its own: what is interpreted is decided when Triton is imported."""
-    pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    interpreted(__file__)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,8 @@ have a plain counterpart there; tests/gpu/test_int4.py runs the real ones.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
-import pytest
 import torch
+from interpreted import interpreted
 
 from flashinfer_backend.ops import int4
 
@@ -32,11 +28,7 @@ def run_case(group: int, symmetric: bool) -> None:
 
 
 def test_the_kernel_in_the_interpreter():
-    """In a process of its own: what is interpreted is decided when Triton is imported."""
-    pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    interpreted(__file__)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,8 @@ runs the real ones.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
-import pytest
 import torch
+from interpreted import interpreted
 
 from flashinfer_backend.core import tuned
 from flashinfer_backend.core.tuned import Tiling
@@ -138,11 +134,7 @@ def exact_conversions() -> None:
 
 
 def test_products_in_the_interpreter():
-    """In a process of its own: what is interpreted is decided when Triton is imported."""
-    pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    interpreted(__file__)
 
 
 if __name__ == "__main__":

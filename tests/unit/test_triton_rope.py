@@ -4,12 +4,8 @@ real one."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
-import pytest
 import torch
+from interpreted import interpreted
 
 from flashinfer_backend.ops import torch_ops
 
@@ -39,11 +35,7 @@ def check(dim: int, rotated: int, norm: str, behind: int) -> None:
 
 
 def test_in_the_interpreter() -> None:
-    """In a process of its own: what is interpreted is decided when Triton is imported."""
-    pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    interpreted(__file__)
 
 
 if __name__ == "__main__":
