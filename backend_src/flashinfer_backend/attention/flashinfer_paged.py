@@ -68,7 +68,8 @@ class FlashInferAttention:
     ) -> None:
         shape, dtype = cache.format, dtype or cache.format.dtype
         num_kv_heads, head_dim, block_size = shape.num_kv_heads, shape.head_dim, shape.block_size
-        _check_supported(num_heads, num_kv_heads, head_dim, block_size, decode_backend, dtype, shape.dtype)
+        own = Shape(num_heads, num_kv_heads, head_dim, block_size, dtype, shape.dtype)
+        _check_supported(own, decode_backend)
         self._scores = list(scores or [Scores(1.0 / math.sqrt(head_dim))] * shape.num_layers)
         check_variants(self._scores, window, head_dim, decode_backend)
         soft_cap = self._scores[0].soft_cap is not None
@@ -92,12 +93,7 @@ class FlashInferAttention:
                 f" many drafts were accepted: set {cure}speculative_method to none"
             )
         self._calls: PagedCalls = PagedCalls(
-            Shape(num_heads, num_kv_heads, head_dim, block_size, dtype, shape.dtype),
-            where,
-            window,
-            soft_cap,
-            None if like is None else like._calls,
-            variants,
+            own, where, window, soft_cap, None if like is None else like._calls, variants
         )
         self._fp8_cache = shape.dtype == E4M3
         items = split.most_items(max_num_seqs, num_kv_heads, self._fp8_cache)
@@ -477,15 +473,8 @@ class StepGraphState:
         return list(self._attention.plan_prompts("fa3", padded, kv_lens, slots, table, first, LARGEST_GRAPH))
 
 
-def _check_supported(
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    decode_backend: str,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-) -> None:
+def _check_supported(shape: Shape, decode_backend: str) -> None:
+    dtype, kv_dtype, head_dim = shape.dtype, shape.kv_dtype, shape.head_dim
     if decode_backend not in ("auto", "fa2", "xqa", "triton"):
         raise ValueError(f"decode_backend {decode_backend!r} is unknown; known: auto, fa2, xqa, triton")
     if head_dim not in (64, 128, 256):
@@ -502,11 +491,13 @@ def _check_supported(
         raise ValueError(
             "XQA has one scale for keys and values: with a cache of e4m3 use decode_backend auto"
         )
-    if num_heads % num_kv_heads:
-        raise ValueError(f"num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}")
-    if decode_backend == "xqa" and block_size not in (16, 32, 64, 128):
+    if shape.num_heads % shape.num_kv_heads:
         raise ValueError(
-            f"XQA has blocks of 16, 32, 64 and 128 tokens, not {block_size}; use decode_backend fa2"
+            f"num_heads {shape.num_heads} is not a multiple of num_kv_heads {shape.num_kv_heads}"
+        )
+    if decode_backend == "xqa" and shape.block_size not in (16, 32, 64, 128):
+        raise ValueError(
+            f"XQA has blocks of 16, 32, 64 and 128 tokens, not {shape.block_size}; use decode_backend fa2"
         )
 
 
