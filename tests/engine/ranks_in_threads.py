@@ -107,9 +107,11 @@ def start_ranks(
     size: int,
     monkeypatch: Any,
     changed: Callable[[Any], None] = lambda _: None,
+    expert_groups: int = 1,
     **settings: Any,
 ) -> Core:
-    """harness.start_core of `size` ranks. changed: what to do to each rank's runner."""
+    """harness.start_core of `size` ranks. changed: what to do to each rank's runner. expert_groups: as of
+    Shard."""
     meeting = Meeting(size)
     others = Threads(size - 1, meeting)
     monkeypatch.setattr(start, "connect", lambda shard, *_: ThreadCollectives(shard, meeting))
@@ -118,7 +120,7 @@ def start_ranks(
 
     def follow(rank: int, config: Any) -> None:
         try:
-            _, runner = start_runner(config, Shard(rank, size), "")
+            _, runner = start_runner(config, Shard(rank, size, expert_groups), "")
             changed(runner)
             while (data := others.messages[rank - 1].get()) is not None:
                 runner.obey(data)
@@ -130,7 +132,7 @@ def start_ranks(
         for rank in range(1, size):
             others.threads.append(threading.Thread(target=follow, args=(rank, config), daemon=True))
             others.threads[-1].start()
-        config, runner = start_runner(config, Shard(0, size), "")
+        config, runner = start_runner(config, Shard(0, size, expert_groups), "")
         changed(runner)
         runner.others = others
         return config, runner

@@ -56,11 +56,21 @@ def test_logits_and_text_are_those_of_the_format(layout, kind, tmp_path):
     check(checkpoint, start_core(checkpoint.folder), tmp_path / "run")
 
 
-@pytest.mark.parametrize("layout", ["awq", "gptq-zeros", "gptq-rows", "packed-zeros", "packed-rows"])
-def test_ranks_serve_4_bits(layout, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("layout", "groups"),
+    [
+        ("awq", 1),
+        ("gptq-zeros", 1),
+        ("gptq-zeros", 2),
+        ("gptq-rows", 1),
+        ("packed-zeros", 1),
+        ("packed-rows", 1),
+    ],
+)
+def test_ranks_serve_4_bits(layout, groups, tmp_path, monkeypatch):
     kind = "qwen3-moe" if layout == "gptq-zeros" else "llama"
     checkpoint = make_int4(layout, kind, tmp_path / "model")
-    core = start_ranks(checkpoint.folder, 2, monkeypatch)
+    core = start_ranks(checkpoint.folder, 2, monkeypatch, expert_groups=groups)
     check(checkpoint, core, tmp_path / "run")
     core.close()
 

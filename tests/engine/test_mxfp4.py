@@ -22,15 +22,16 @@ from flashinfer_backend.ops import torch_ops
 from mxfp4_checkpoints import make_mxfp4
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_published_checkpoints_give_the_ids_of_transformers(ranks, tmp_path, monkeypatch):
-    """On two ranks an expert's columns are cut between groups of 32; one rank adds its bias."""
-    folder, dense = make_mxfp4(tmp_path, intermediate_size=128)
+@pytest.mark.parametrize(("ranks", "groups"), [(1, 1), (2, 1), (2, 2)])
+def test_published_checkpoints_give_the_ids_of_transformers(ranks, groups, tmp_path, monkeypatch):
+    """On two ranks an expert's columns are cut between groups of 32, and one rank adds its bias; or each rank
+    has whole experts."""
+    folder, dense = make_mxfp4(tmp_path, intermediate_size=96 if groups == 2 else 128)
     prompts = make_prompts(4)
     if ranks == 1:
         core = start_core(folder, max_num_seqs=4, max_seq_len=160)
     else:
-        core = start_ranks(folder, ranks, monkeypatch)
+        core = start_ranks(folder, ranks, monkeypatch, expert_groups=groups)
     with serve(core, tmp_path / "run") as client:
         assert client.generate(prompts, GREEDY) == reference(dense, prompts)
     core.close()

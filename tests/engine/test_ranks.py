@@ -19,7 +19,7 @@ from checkpoints import make_checkpoint
 from engine.harness import asks, serve, start_core
 from engine.ranks_in_threads import start_ranks
 from engine.test_fp8 import answers, check
-from engine.test_generate import make_prompts
+from engine.test_generate import GREEDY, make_prompts
 from flashinfer_backend.core import progress
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.sampling_params import SamplingParams
@@ -125,6 +125,31 @@ def test_ranks_serve_fp8(layout, kind, tmp_path, monkeypatch):
     )
     knobs = {"quantization": "fp8"} if layout == "on-load" else {}
     check(checkpoint, answers(checkpoint, tmp_path / "run", **knobs))
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "groups"),
+    [("qwen3-moe", 4, 2), ("qwen2-moe", 2, 2), ("gpt-oss", 2, 2), ("llama4", 2, 2)],
+)
+def test_ranks_with_whole_experts_give_the_answers_of_one(kind, size, groups, tmp_path, monkeypatch):
+    """Of 4 ranks, two have a part each of the same experts."""
+    model = make_checkpoint(kind, tmp_path / "model")
+    expected = served(start_core(model), tmp_path / "one", 10)
+    core = start_ranks(model, size, monkeypatch, expert_groups=groups)
+    experts = core.runner.state.model.spec.experts
+    assert experts.own == (0, experts.count // groups) and experts.gate_up.experts == experts.own[1]
+    agree(served(core, tmp_path / "more", 10), expected)
+
+
+def test_processes_have_whole_experts(tmp_path):
+    model = make_checkpoint("qwen3-moe", tmp_path / "model")
+    with serve(start_core(model), tmp_path / "one") as client:
+        expected = client.generate(PROMPTS, GREEDY)
+    core = start_core(model, tensor_parallel_size=2, expert_parallel_size=2)
+    assert core.runner.state.model.spec.experts.own == (0, 4)
+    with serve(core, tmp_path / "two") as client:
+        assert client.generate(PROMPTS, GREEDY) == expected
+    core.close()
 
 
 @pytest.mark.parametrize("rank", [0, 1])

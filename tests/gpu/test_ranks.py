@@ -38,10 +38,22 @@ SIZE = 4 if GPUS >= 4 else 2  # of 4 ranks, two have the same key and value head
 PROMPT = np.arange(5, 15, dtype="<i4").tobytes()
 
 
-@pytest.mark.parametrize(("kind", "graphs"), [("llama3-rope", "auto"), ("qwen2", "none")])
-def test_greedy_tokens_are_the_best_or_nearly(kind, graphs, tmp_path: Path) -> None:
-    folder = make_checkpoint(kind, tmp_path / "model", **SIZES)
-    core = start_core(folder, **(SETTINGS | {"tensor_parallel_size": SIZE, "cuda_graph_batch_sizes": graphs}))
+@pytest.mark.parametrize(
+    ("kind", "graphs", "groups"),
+    [
+        ("llama3-rope", "auto", 1),
+        ("qwen2", "none", 1),
+        ("qwen3-moe", "auto", 1),
+        ("qwen3-moe", "auto", 2),
+        ("qwen3-moe", "none", SIZE),
+    ],
+)
+def test_greedy_tokens_are_the_best_or_nearly(kind, graphs, groups, tmp_path: Path) -> None:
+    """groups: of ranks that share the experts."""
+    sizes = SIZES | ({"moe_intermediate_size": 256} if kind == "qwen3-moe" else {})
+    folder = make_checkpoint(kind, tmp_path / "model", **sizes)
+    several = {"tensor_parallel_size": SIZE, "expert_parallel_size": groups}
+    core = start_core(folder, **SETTINGS, **several, cuda_graph_batch_sizes=graphs)
     plain = SamplingParams(max_tokens=32, temperature=0.0)
     asking = SamplingParams(max_tokens=32, temperature=0.0, log_probs=True, repetition_penalty=1.0001)
     drawn = SamplingParams(max_tokens=8, temperature=0.8, seed=3)

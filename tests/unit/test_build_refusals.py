@@ -73,6 +73,8 @@ REFUSALS = [
     (["max_batch_size=64"], "set max_num_seqs (sequences that run at a time) or triton_max_batch_size"),
     (["pipeline_parallel_size=2"], "tensor_parallel_size says on how many, replicas how many engines there"),
     (["tensor_parallel_size=3"], "should be 1, 2, 4, 8"),
+    (["expert_parallel_size=2"], "expert_parallel_size=2 should divide tensor_parallel_size=1"),
+    (["expert_parallel_size=2", "tensor_parallel_size=2"], "expert_parallel_size=2 is for models with exp"),
     (["tensor_parallel_size=8", "device=cpu"], "tensor_parallel_size=8 should divide num_attention_heads"),
     (["tensorrt_llm_model_name=x"], "name the model with --llm-name NAME"),
 ]  # fmt: skip

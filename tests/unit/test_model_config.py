@@ -517,6 +517,19 @@ def test_experts_are_cut_by_their_width(tmp_path):
         parse_moe(tmp_path, num_attention_heads=32, num_key_value_heads=32).share(Shard(0, 32))
 
 
+def test_groups_of_ranks_have_whole_experts(tmp_path):
+    local = parse_moe(tmp_path).share(Shard(3, 4, 2))
+    mlp = local.mlp
+    assert mlp.own == (4, 4) and mlp.gate_up.shape == (4 * 2 * 24, 64)
+    assert mlp.down.sources[0][:2] == ("mlp.experts.4.down_proj", Part((64, 48), slice(0, 64), slice(24, 48)))
+    with pytest.raises(
+        UnsupportedModelError, match="expert_parallel_size=16 should divide the number of exp"
+    ):
+        parse_moe(tmp_path, num_attention_heads=16, num_key_value_heads=16).share(Shard(0, 16, 16))
+    with pytest.raises(UnsupportedModelError, match="expert_parallel_size=2 is for models with experts"):
+        read_spec(make_checkpoint("llama", tmp_path / "llama")).check_expert_groups(2)
+
+
 def test_every_architecture_has_a_checkpoint_to_compare_with_and_a_place_in_the_list():
     listed = (Path(__file__).parents[2] / "docs/models.md").read_text(encoding="utf-8")
     names = {f"{architecture}ForCausalLM" for architecture, *_ in KINDS.values()}

@@ -82,6 +82,37 @@ def check_broken_logits(tokens: int, renormalise: bool) -> None:
     torch.testing.assert_close(tiles.weights[others], weights[others])
 
 
+def check_shares(tokens: int, experts: int, chosen: int, groups: int) -> None:
+    """Ranks with whole experts: each pair is in a tile of one of them, and their sums add up to the whole."""
+    from flashinfer_backend.ops import cuda_experts, triton_experts
+
+    cuda_experts.choose = lambda pairs, scales: TILES[0]
+    logits, count, hidden, inner = logits_of(tokens, experts, True), experts // groups, 64, 96
+    expected, weights = torch_ops.route(logits, chosen, True)
+    shapes = (experts, 2 * inner, hidden), (experts, hidden, inner)
+    gate_up, down = ((torch.randn(shape) * 0.1).half() for shape in shapes)
+    normed, added = (torch.randn(tokens, hidden).half() for _ in range(2))
+    total, found = torch.zeros(tokens, hidden), 0
+
+    def summed(first: int, count: int, residual: torch.Tensor | None, own=None) -> torch.Tensor:
+        parts = [
+            Weight("", whole[first : first + count].flatten(0, 1).contiguous()) for whole in (gate_up, down)
+        ]
+        return cuda_experts.weighted_sum(normed, logits, *parts, chosen, True, residual, None, own)
+
+    for first in range(0, experts, count):
+        tiles = triton_experts.route(logits, chosen, True, 16, (first, count))
+        assert len(tiles.experts) == triton_experts.most_tiles(tokens * chosen, count, 16)
+        mine = (expected >= first) & (expected < first + count)
+        torch.testing.assert_close(tiles.weights, weights * mine)
+        for expert, filled, order in zip(*(part.tolist() for part in tiles[1:4]), strict=True):
+            found += filled
+            assert all(expected.flatten()[pair] == first + expert for pair in order[:filled])
+        total += summed(first, count, None if first else added, (first, count))
+    assert found == tokens * chosen
+    torch.testing.assert_close(total, summed(0, experts, added).float(), atol=2e-2, rtol=0)
+
+
 def check_products(format, tokens, experts, chosen, hidden, inner, tile, residual, clip=None) -> None:
     """clip: of an activation as GPT-OSS has it, with biases."""
     from flashinfer_backend.ops import cuda_experts
@@ -159,6 +190,8 @@ if __name__ == "__main__":
         check_routes(tokens, experts, chosen, renormalise, skewed)
     for tokens in (4, 20):
         check_broken_logits(tokens, renormalise=tokens == 4)
+    for case in [(1, 8, 2, 2), (13, 8, 3, 4), (16, 6, 2, 3), (50, 8, 3, 2)]:
+        check_shares(*case)
     for format, case in zip(FORMATS, CASES, strict=True):
         check_products(format, *case)
     check_products("int4_awq_64", *CASES[2])

@@ -55,7 +55,9 @@ def _check_checkpoint(values: dict[str, str], problems: list[str]) -> ModelSpec 
             problems.append(f"speculative_method should be none: the checkpoint is {model.pooling.what}")
         if values["speculative_method"] == "mtp":
             model.check_drafts()
-        model.share(Shard(0, int(values["tensor_parallel_size"])))
+        groups = int(values["expert_parallel_size"])
+        model.check_expert_groups(groups)
+        model.share(Shard(0, int(values["tensor_parallel_size"]), groups))
         return model
     except (OSError, ValueError) as error:
         problems.append(f"model_dir={name}: {error}")

@@ -93,6 +93,10 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     tensor_parallel_size: Annotated[Literal[1, 2, 4, 8], Setting(
         "GPUs that one model is spread over, each with a part of every layer; on a CPU, processes")] = 1
 
+    expert_parallel_size: Annotated[Literal[1, 2, 4, 8], Setting(
+        "of a mixture of experts, groups of these GPUs that share the experts: with as many as GPUs each has"
+        " whole experts, with 1 a part of every expert")] = 1
+
     # Engines.
     replicas: Annotated[int, Setting(
         "engines behind the one llm model, each a process with its own GPUs, weights and KV cache; a request"
@@ -334,6 +338,9 @@ def contradictions(config: EngineConfig, longest_seq_len: int) -> list[str]:
             f"max_num_tokens_while_decoding={busy_budget} should be at most max_num_tokens={budget}, the "
             "budget of a step in which nothing streams"
         )
+    ranks, groups = config.tensor_parallel_size, config.expert_parallel_size
+    if ranks % groups:
+        problems.append(f"expert_parallel_size={groups} should divide tensor_parallel_size={ranks}")
     if not config.enable_chunked_context and max_input_len > budget:
         problems.append(
             f"enable_chunked_context=false needs max_num_tokens={budget} to be at least {max_input_len}, "

@@ -7,10 +7,18 @@ from typing import NamedTuple
 
 
 class Shard(NamedTuple):
-    """The share of one of `size` ranks."""
+    """The share of one of `size` ranks. expert_groups: of a mixture of experts, how many groups of ranks
+    share the experts; the ranks of a group have a part of each of theirs."""
 
     rank: int = 0
     size: int = 1
+    expert_groups: int = 1
+
+    @property
+    def in_group(self) -> Shard:
+        """The part of each of its experts."""
+        size = self.size // self.expert_groups
+        return Shard(self.rank % size, size)
 
 
 WHOLE = Shard()

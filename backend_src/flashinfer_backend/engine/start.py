@@ -81,7 +81,7 @@ def start(
         if others is None:
             config, runner = start_runner(config, make_proposer=make_proposer, folder=folder)
         else:
-            shard = Shard(0, config.tensor_parallel_size)
+            shard = Shard(0, config.tensor_parallel_size, config.expert_parallel_size)
             config, runner = start_runner(config, shard, others.rendezvous, folder=folder)
             runner.others = others
             others.serve(limits_steps=runner.device.type == "cuda")

@@ -61,7 +61,8 @@ class Product:
     each of them, so that the product's mean is 0. stacked: all experts are one tensor of the module's
     name, where the rows of an expert's several sources take turns. together: the name of a tensor that some
     checkpoints have in place of the sources', where those of an expert are one behind the other; there,
-    matrices can be transposed. format: one of ops.weight.FORMATS.
+    matrices can be transposed. first_expert, elsewhere: which of the checkpoint's experts these are, and the
+    sources of those that other ranks have. format: one of ops.weight.FORMATS.
     """
 
     name: str
@@ -77,6 +78,8 @@ class Product:
     stacked: bool = False
     together: str = ""
     transposed: bool = False
+    first_expert: int = 0
+    elsewhere: tuple[Source, ...] = ()
     format: WeightFormat = "dense"
 
     @cached_property
@@ -84,6 +87,18 @@ class Product:
         """[N, K] of the weight; of experts, all of them below each other."""
         columns = self.sources[0].part.columns
         return sum(source.rows for source in self.sources) + self.padding, columns.stop - columns.start
+
+    @property
+    def all_experts(self) -> int:
+        """How many experts the checkpoint has."""
+        return self.experts + len(self.elsewhere) * self.experts // len(self.sources)
+
+    def of_experts(self, first: int, count: int) -> Product:
+        """That of `count` experts alone."""
+        each = len(self.sources) // self.experts
+        own = slice(first * each, (first + count) * each)
+        others = *self.sources[: own.start], *self.sources[own.stop :]
+        return replace(self, sources=self.sources[own], experts=count, first_expert=first, elsewhere=others)
 
     @property
     def gated(self) -> bool:
@@ -146,6 +161,12 @@ class Product:
         if self.format.startswith("fp8_block"):
             self._check_blocks(where)
 
+    @property
+    def _smaller(self) -> str:
+        """How ranks get larger parts."""
+        also = " or a larger expert_parallel_size" if self.experts else ""
+        return f": set a smaller tensor_parallel_size{also}"
+
     def _check_mxfp4(self, where: str) -> None:
         columns = self.shape[1]
         if not self.stacked:
@@ -154,7 +175,7 @@ class Product:
                 " quantization_config.modules_to_not_convert if they have 16 bits"
             )
         if columns % GROUP_MXFP4:
-            cure = ": set a smaller tensor_parallel_size" if where else ""
+            cure = self._smaller if where else ""
             raise UnsupportedModelError(
                 f"{self.modules[0]} would have {columns} columns{where}; in MXFP4 they should be a multiple"
                 f" of {GROUP_MXFP4}{cure}"
@@ -179,7 +200,7 @@ class Product:
         begins_within = len(self.sources) > 1 or (where and self.cut == "rows")
         for source in self.sources:
             if source.rows % BLOCK and begins_within:
-                cure = ": set a smaller tensor_parallel_size" if where else ""
+                cure = self._smaller if where else ""
                 raise UnsupportedModelError(
                     f"{source.module} has {source.rows} rows{where}; with FP8 scales of {BLOCK}x{BLOCK}"
                     f" blocks the parts of one product should have multiples of {BLOCK}{cure}"
@@ -188,8 +209,7 @@ class Product:
         if where and self.cut == "columns" and columns % BLOCK:
             raise UnsupportedModelError(
                 f"{some(self.modules)} would have {columns} columns{where}; with FP8 scales of"
-                f" {BLOCK}x{BLOCK} blocks it should be a multiple of {BLOCK}: set a smaller"
-                " tensor_parallel_size"
+                f" {BLOCK}x{BLOCK} blocks it should be a multiple of {BLOCK}{self._smaller}"
             )
 
 
@@ -443,7 +463,7 @@ class Experts(Gated):
     result is not. gate_up and down hold those of the first expert, then of the second and so on. clip: of
     their activation, as ops.torch_ops.gated takes it. shared: an MLP of every token, whose result is added,
     times the sigmoid of shared_gate's one value, where there is one. Its products are named shared_gate_up
-    and shared_down."""
+    and shared_down. own: the first of a rank's whole experts, and how many it has; None: all."""
 
     router: Product
     count: int
@@ -453,6 +473,7 @@ class Experts(Gated):
     shared: Gated | None = None
     shared_gate: Product | None = None
     scaled_input: bool = False
+    own: tuple[int, int] | None = None
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -461,8 +482,19 @@ class Experts(Gated):
         return self.router, self.gate_up, self.down, *shared, *gate
 
     def share(self, shard: Shard) -> Experts:
-        """An equal part of the gates' rows."""
-        own = super().share(shard)
+        """An equal part of the gates' rows; with groups of ranks, of a group's experts."""
+        groups, within = shard.expert_groups, shard.in_group
+        if groups == 1:
+            own = super().share(shard)
+        else:
+            knob = "expert_parallel_size"
+            _check_divides(groups, self.count, "the number of experts", knob)
+            _check_divides(within.size, self.size, self.size_key, f"tensor_parallel_size / {knob}")
+            count = self.count // groups
+            place = shard.rank // within.size * count, count
+            own = super().share(within)
+            gate_up, down = own.gate_up.of_experts(*place), own.down.of_experts(*place)
+            own = replace(own, gate_up=gate_up, down=down, own=place)
         return own if self.shared is None else replace(own, shared=self.shared.share(shard))
 
     def map(self, change: Callable[[Product], Product]) -> Experts:
@@ -707,6 +739,13 @@ class ModelSpec:
 
         return replace(self, layers=tuple(map(usual, self.layers)))
 
+    def check_expert_groups(self, groups: int) -> None:
+        """Raise UnsupportedModelError for groups of ranks that would share experts which are not there."""
+        if groups > 1 and self.experts is None:
+            raise UnsupportedModelError(
+                f"expert_parallel_size={groups} is for models with experts; it should be 1"
+            )
+
     def check_max_seq_len(self, max_seq_len: int) -> None:
         """Raise ValueError if sequences of max_seq_len tokens are beyond what the model computes exactly."""
         if max_seq_len > self.max_position_embeddings:
@@ -723,9 +762,9 @@ class ModelSpec:
             )
 
 
-def _check_divides(size: int, count: int, name: str) -> None:
+def _check_divides(size: int, count: int, name: str, knob: str = "tensor_parallel_size") -> None:
     if count % size:
-        raise UnsupportedModelError(f"tensor_parallel_size={size} should divide {name}, which is {count}")
+        raise UnsupportedModelError(f"{knob}={size} should divide {name}, which is {count}")
 
 
 def _check_experts_format(format: WeightFormat) -> None:

@@ -119,7 +119,7 @@ class Layer(nn.Module):
             if mlp.shared is not None:
                 shared = self._shared(hidden)
                 residual = shared if residual is None else residual + shared
-            options = mlp.clip, mlp.scaled_input
+            options = mlp.clip, mlp.scaled_input, mlp.own
             return ops.experts_add(hidden, self.post_norm, self.eps, *weights, *routing, residual, *options)
         plain = mlp.activation == "silu" and self.gate_up.bias is None
         if plain and self.post_norm is not None:

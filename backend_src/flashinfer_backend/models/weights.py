@@ -26,7 +26,7 @@ from flashinfer_backend.models.transformer import AttentionLayer, DeltaLayer, La
 from flashinfer_backend.models.upload import Place, Uploader
 from flashinfer_backend.ops import mxfp4
 from flashinfer_backend.ops.fp8 import E4M3
-from flashinfer_backend.ops.weight import ALL, BYTES, DENSE, FLOATS, Int4, Mxfp4, Stored, Weight, positive
+from flashinfer_backend.ops.weight import BYTES, DENSE, FLOATS, Int4, Mxfp4, Stored, Weight, positive
 
 # Tables that some checkpoints store and that are computed here from config.json.
 _COMPUTED_SUFFIX = ".rotary_emb.inv_freq"
@@ -97,7 +97,7 @@ def _opened(path: Path) -> Any:
 
 @torch.no_grad()
 def _fill_randomly(model: Model, seed: int) -> None:
-    rank, size = model.spec.shard
+    rank, size = model.spec.shard.rank, model.spec.shard.size
     generator = torch.Generator(device=model.device).manual_seed(seed * size + rank)
     experts = {
         getattr(layer, product.name): product.experts
@@ -150,7 +150,8 @@ def of_layers(model: Model) -> dict[str, Stored]:
         for product in layer.spec.products:
             weight = getattr(layer, product.name)
             if product.stacked:  # one rank adds a bias of what is summed over ranks
-                targets |= _of_stack(product, weight, prefix, not (product.adds and model.spec.shard.rank))
+                biased = not (product.adds and model.spec.shard.in_group.rank)
+                targets |= _of_stack(product, weight, prefix, biased)
             else:
                 own = of_product(product, weight, prefix)
                 targets |= own | (_of_all(product, weight, prefix, own) if product.together else {})
@@ -230,6 +231,11 @@ def of_product(product: Product, weight: Weight, prefix: str = "") -> dict[str, 
             targets[key] = targets[key].and_then(stored) if key in targets else stored
     if product.padding:
         weight.data[start:] = 0
+    for module, part, *_ in product.elsewhere:
+        for name, stored in weight.format.reads(
+            weight, slice(0, part.rows.stop - part.rows.start), part
+        ).items():
+            targets[f"{prefix}{module}.{name}"] = stored._replace(optional=True, elsewhere=True)
     return targets
 
 
@@ -237,6 +243,7 @@ def _of_all(product: Product, weight: Weight, prefix: str, own: dict[str, Stored
     """A tensor [E, N, K] of all experts, or `transposed`, that fills a product's weight in place of `own`,
     which has those of each."""
     count, columns = product.experts, product.sources[0].part.columns
+    experts = slice(product.first_expert, product.first_expert + count)
     first = product.sources[: len(product.sources) // count]
     each_height, width = first[0].part.whole
 
@@ -249,9 +256,9 @@ def _of_all(product: Product, weight: Weight, prefix: str, own: dict[str, Stored
 
     height, name = each_height * len(first), f"{prefix}{product.together}"
     if product.transposed:
-        stored = Stored(((count, width, height),), FLOATS, take, columns=columns)
+        stored = Stored(((product.all_experts, width, height),), FLOATS, take, experts, columns)
     else:
-        stored = Stored(((count, height, width),), FLOATS, take, more=(columns,))
+        stored = Stored(((product.all_experts, height, width),), FLOATS, take, experts, more=(columns,))
     stored = stored._replace(fills=f"{prefix}{product.name}")
     return {name: stored._replace(optional=True, instead=tuple(own))}
 
@@ -260,7 +267,8 @@ def _of_stack(product: Product, weight: Weight, prefix: str, biased: bool) -> di
     """What fills a stacked product's weight: the experts' matrices transposed, [E, K, N], or in MXFP4 not
     transposed; and biases [E, N], which become zeros unless the product is `biased` on this rank. The N rows
     of an expert's sources take turns."""
-    (module, part, *_), count = product.sources[0], product.experts
+    (module, part, *_), count, every = product.sources[0], product.experts, product.all_experts
+    experts = slice(product.first_expert, product.first_expert + count)
     turns = len(product.sources) // count
     rows = slice(part.rows.start * turns, part.rows.stop * turns)
     (height, width), name = (part.whole[0] * turns, part.whole[1]), f"{prefix}{module}"
@@ -286,17 +294,19 @@ def _of_stack(product: Product, weight: Weight, prefix: str, biased: bool) -> di
             expert.bias.copy_(values if biased else torch.zeros_like(values))
 
     fills = f"{prefix}{product.name}"
-    targets = {name: Stored(((count, width, height),), FLOATS, take, ALL, part.columns, more=(rows,))}
+    targets = {name: Stored(((every, width, height),), FLOATS, take, experts, part.columns, more=(rows,))}
     if isinstance(weight.format, Mxfp4):
         groups = slice(part.columns.start // mxfp4.GROUP, part.columns.stop // mxfp4.GROUP)
         scales, blocks = taking(weight.format.take_scales), taking(weight.format.take_elements)
-        shape = count, height, width // mxfp4.GROUP
+        shape = every, height, width // mxfp4.GROUP
         targets = {
-            f"{name}_blocks": Stored(((*shape, mxfp4.GROUP // 2),), BYTES, blocks, ALL, rows, more=(groups,)),
-            f"{name}_scales": Stored((shape,), BYTES, scales, ALL, rows, more=(groups,)),
+            f"{name}_blocks": Stored(
+                ((*shape, mxfp4.GROUP // 2),), BYTES, blocks, experts, rows, more=(groups,)
+            ),
+            f"{name}_scales": Stored((shape,), BYTES, scales, experts, rows, more=(groups,)),
         }
     if product.bias:
-        targets[f"{name}_bias"] = Stored(((count, height),), FLOATS, take_bias, ALL, rows)
+        targets[f"{name}_bias"] = Stored(((every, height),), FLOATS, take_bias, experts, rows)
     return {key: stored._replace(fills=fills) for key, stored in targets.items()}
 
 
@@ -372,6 +382,7 @@ def _find(model: Model, model_dir: Path, targets: dict[str, Stored]) -> list[_Te
                 target = targets.get(known) or (tied if known == "lm_head.weight" else None)
                 if target is None:
                     unexpected.append(name)
+                if target is None or target.elsewhere:
                     continue
                 if known in found:
                     raise WeightsError(f"{path}: {name} appears in more than one file")

@@ -32,16 +32,17 @@ def weighted_sum(
     renormalise: bool,
     residual: Tensor | None,
     clip: tuple[float, float] | None = None,
+    own: tuple[int, int] | None = None,
 ) -> Tensor:
     """residual (None: 0) plus each token's experts of normed[T, H], which logits[T, E] choose and weight:
     residual[T, H] -> [T, H]. See ops.torch_ops.experts_add, whose x normed is the norm of. residual is
     unchanged."""
     pairs = len(logits) * experts_per_token // logits.shape[1]
     tile = choose(pairs, triton_experts.scales_of(gate_up))
-    tiles = triton_experts.route(logits, experts_per_token, renormalise, tile.tokens)
+    tiles = triton_experts.route(logits, experts_per_token, renormalise, tile.tokens, own)
     gated = product_of(normed, gate_up, tiles, tile, gated=True, clip=clip)
     products = product_of(gated, down, tiles, tile, gated=False)
-    return triton_experts.add_up(products, residual, len(normed))
+    return triton_experts.add_up(products, residual, len(normed), None if own is None else tiles.weights)
 
 
 def product_of(

@@ -221,6 +221,7 @@ def experts_add(
     residual: Tensor | None,
     clip: tuple[float, float] | None = None,
     scaled_input: bool = False,
+    own: tuple[int, int] | None = None,
 ) -> Tensor:
     """residual (None: 0) plus each token's experts of n = rms_norm(x), chosen and weighted by n @ router.T:
     x[T, H], router[E, H], gate_up[E 2I, H], down[E H, I], residual[T, H] -> [T, H]. See ops.torch_ops."""
@@ -229,4 +230,4 @@ def experts_add(
     if scaled_input:
         normed = normed * logits.amax(-1, keepdim=True).sigmoid().to(normed.dtype)
     weights, routing = (gate_up, down), (experts_per_token, renormalise)
-    return cuda_experts.weighted_sum(normed, logits, *weights, *routing, residual, clip)
+    return cuda_experts.weighted_sum(normed, logits, *weights, *routing, residual, clip, own)

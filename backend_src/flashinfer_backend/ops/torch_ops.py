@@ -151,6 +151,7 @@ def experts_add(
     residual: Tensor | None,
     clip: tuple[float, float] | None = None,
     scaled_input: bool = False,
+    own: tuple[int, int] | None = None,
 ) -> Tensor:
     """residual (None: 0) plus each token's experts, which `route` chooses by n @ router.T, in float32, and
     weights: down @ `gated`(gate @ n, up @ n, clip) of an expert with n = rms_norm(x). x[T, H], residual[T, H]
@@ -158,9 +159,10 @@ def experts_add(
 
     router[E, H]; gate_up[E 2I, H] and down[E H, I] hold the experts below each other, of each the gate's rows
     before the up projection's. Each may have a bias. scaled_input, with one renormalised expert for a token:
-    n is multiplied by the sigmoid of its logit once it is chosen. May overwrite residual.
+    n is multiplied by the sigmoid of its logit once it is chosen. own: which of the router's experts are
+    there, the first and how many; the others add nothing. May overwrite residual.
     """
-    normed, count = rms_norm(x, norm_weight, eps), len(router.data)
+    normed, (start, count) = rms_norm(x, norm_weight, eps), own or (0, len(router.data))
     # Rounded to 16 bits, logits would be equal more often, and another expert would be taken.
     bias = None if router.bias is None else router.bias.float()
     logits = F.linear(normed.float(), router.data.float(), bias)
@@ -168,8 +170,10 @@ def experts_add(
     if scaled_input:
         normed = normed * logits.amax(-1, keepdim=True).sigmoid().to(normed.dtype)
     result = torch.zeros_like(x, dtype=torch.float32)
-    for expert in chosen.unique().tolist():
-        tokens, place = torch.where(chosen == expert)
+    for expert in (chosen - start).unique().tolist():
+        if not 0 <= expert < count:
+            continue
+        tokens, place = torch.where(chosen == expert + start)
         first, second = gate_up.part(expert, count), down.part(expert, count)
         gate, up = first.format.product(normed[tokens], first, first.bias).chunk(2, dim=-1)
         product = second.format.product(gated(gate, up, clip), second, second.bias)

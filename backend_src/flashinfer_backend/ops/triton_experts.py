@@ -81,13 +81,14 @@ def _tiles_of(count, p, TOKENS: tl.constexpr, WIDTH: tl.constexpr):
 def _route(
     logits, chosen, weights, places, counts, tokens,
     E: tl.constexpr, CHOSEN: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
-    RENORMALISE: tl.constexpr, NATIVE: tl.constexpr,
+    RENORMALISE: tl.constexpr, FIRST: tl.constexpr, OWN: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     _begin(NATIVE)
     row, slot = tl.program_id(0) + tl.arange(0, 1), tl.arange(0, SLOTS)[None, :]
     best, value, _ = _choose(logits, row, tokens, E, CHOSEN, WIDTH, SLOTS)
     if RENORMALISE:
         value /= tl.sum(value, axis=1)[:, None]
+    value = tl.where((best >= FIRST) & (best < FIRST + OWN), value, 0.0)
     inside, pair = slot < CHOSEN, row[:, None] * CHOSEN + slot
     tl.store(chosen + pair, best, mask=inside)
     tl.store(weights + pair, value, mask=inside)
@@ -97,18 +98,20 @@ def _route(
 @triton.jit(do_not_specialize=["pairs", "tiles"])
 def _place(
     chosen, places, counts, order, experts, filled, pairs, tiles,
-    E: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr, NATIVE: tl.constexpr,
+    WIDTH: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr, OWN: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
     _begin(NATIVE)
     e, p = tl.arange(0, WIDTH), tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
-    count = tl.load(counts + e, mask=e < E, other=0)
+    count = tl.load(counts + e, mask=(e >= FIRST) & (e < FIRST + OWN), other=0)
     begin, owner, has = _tiles_of(count, p, TOKENS, WIDTH)
     inside = p < pairs
     expert = tl.load(chosen + p, mask=inside, other=0)
     place = tl.load(places + p, mask=inside, other=0)
     first = tl.sum(tl.where(e[None, :] == expert[:, None], begin[None, :], 0), axis=1)
-    tl.store(order + first * TOKENS + place, p, mask=inside)
-    tl.store(experts + p, owner, mask=p < tiles)
+    there = inside & (expert >= FIRST) & (expert < FIRST + OWN)
+    tl.store(order + first * TOKENS + place, p, mask=there)
+    tl.store(experts + p, owner - FIRST, mask=p < tiles)
     tl.store(filled + p, has, mask=p < tiles)
 
 
@@ -116,35 +119,37 @@ def _place(
 def _route_and_place(
     logits, weights, order, experts, filled, tokens, tiles,
     E: tl.constexpr, CHOSEN: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
-    RENORMALISE: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
-    NATIVE: tl.constexpr,
+    RENORMALISE: tl.constexpr, FIRST: tl.constexpr, OWN: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, TILES: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     # All of few tokens in one program, so that an expert's pairs are counted without memory for it. A token
     # has an expert once: its pair's place is the number of tokens before it that have the expert, and as no
     # expert has more than a tile holds, tiles are the experts that are chosen.
     _begin(NATIVE)
     row, e, slot = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, SLOTS)[None, :]
-    _, value, which = _choose(logits, row, tokens, E, CHOSEN, WIDTH, SLOTS)
+    best, value, which = _choose(logits, row, tokens, E, CHOSEN, WIDTH, SLOTS)
     if RENORMALISE:
         value /= tl.sum(value, axis=1)[:, None]
+    value = tl.where((best >= FIRST) & (best < FIRST + OWN), value, 0.0)
     there = (row < tokens)[:, None]
     tl.store(weights + row[:, None] * CHOSEN + slot, value, mask=there & (slot < CHOSEN))
-    taken = tl.where(there & (which >= 0), 1, 0)
+    mine = (e >= FIRST) & (e < FIRST + OWN)
+    taken = tl.where(there & (which >= 0) & mine[None, :], 1, 0)
     count = tl.sum(taken, axis=0)
     own = (count > 0).to(tl.int32)
     tile = tl.cumsum(own, axis=0) - own
     place = tile[None, :] * TOKENS + tl.cumsum(taken, axis=0) - taken
     tl.store(order + place, row[:, None] * CHOSEN + which, mask=taken > 0)
-    tl.store(experts + tile, e, mask=count > 0)
+    tl.store(experts + tile, e - FIRST, mask=count > 0)
     tl.store(filled + tile, count, mask=count > 0)
     p = tl.arange(0, TILES)
     tl.store(filled + p, 0, mask=(p >= tl.sum(own, axis=0)) & (p < tiles))
 
 
 class Tiles(NamedTuple):
-    """Each token's k experts, brought together: weights [T, k]; experts [tiles] and filled [tiles], the
-    expert of each tile and how many pairs it has, 0 where there is no tile; order [tiles, tokens]: its pairs.
-    of_experts: how many experts there are."""
+    """Each token's k experts, brought together: weights [T, k], 0 of those that are elsewhere; experts
+    [tiles] and filled [tiles], the expert of each tile and how many pairs it has, 0 where there is no tile;
+    order [tiles, tokens]: its pairs. of_experts: how many experts are here."""
 
     weights: Tensor
     experts: Tensor
@@ -158,10 +163,17 @@ def most_tiles(pairs: int, experts: int, tokens: int) -> int:
     return min(pairs, pairs // tokens + experts)
 
 
-def route(logits: Tensor, experts_per_token: int, renormalise: bool, tile_tokens: int) -> Tiles:
+def route(
+    logits: Tensor,
+    experts_per_token: int,
+    renormalise: bool,
+    tile_tokens: int,
+    own: tuple[int, int] | None = None,
+) -> Tiles:
     """ops.torch_ops.route of logits[T, E] float32, and the pairs of each expert in tiles of up to tile_tokens
-    pairs, in any order."""
-    (tokens, count), where = logits.shape, logits.device
+    pairs, in any order. own: the first of the experts that are here, and how many; None: all."""
+    (tokens, of_all), where = logits.shape, logits.device
+    first, count = own or (0, of_all)
     pairs = tokens * experts_per_token
     tiles = most_tiles(pairs, count, tile_tokens)
 
@@ -171,11 +183,13 @@ def route(logits: Tensor, experts_per_token: int, renormalise: bool, tile_tokens
     weights = torch.empty(tokens, experts_per_token, dtype=torch.float32, device=where)
     found = Tiles(weights, words(tiles), words(tiles), words(tiles, tile_tokens), count)
     routing: dict[str, Any] = {
-        "E": count,
+        "E": of_all,
         "CHOSEN": experts_per_token,
-        "WIDTH": triton.next_power_of_2(count),
+        "WIDTH": triton.next_power_of_2(of_all),
         "SLOTS": triton.next_power_of_2(experts_per_token),
         "RENORMALISE": renormalise,
+        "FIRST": first,
+        "OWN": count,
         "NATIVE": NATIVE,
     }
     if tokens <= FEW_TOKENS:
@@ -187,15 +201,15 @@ def route(logits: Tensor, experts_per_token: int, renormalise: bool, tile_tokens
             num_warps=4, launch_pdl=NATIVE,
         )  # fmt: skip
         return found
-    counts = torch.zeros(count, dtype=torch.int32, device=where)
+    counts = torch.zeros(of_all, dtype=torch.int32, device=where)
     chosen, places = words(pairs), words(pairs)
     _route[(tokens,)](
         logits, chosen, weights, places, counts, tokens, **routing, num_warps=1, launch_pdl=NATIVE
     )
     _place[(triton.cdiv(max(pairs, tiles), PLACED),)](
         chosen, places, counts, found.order, found.experts, found.filled, pairs, tiles,
-        E=count, WIDTH=routing["WIDTH"], TOKENS=tile_tokens, PAIRS=PLACED, NATIVE=NATIVE, num_warps=4,
-        launch_pdl=NATIVE,
+        WIDTH=routing["WIDTH"], TOKENS=tile_tokens, PAIRS=PLACED, FIRST=first, OWN=count, NATIVE=NATIVE,
+        num_warps=4, launch_pdl=NATIVE,
     )  # fmt: skip
     return found
 
@@ -441,25 +455,33 @@ def block_shape(block: ExpertBlock, inner: int, scales: Scales) -> tuple[int, in
 
 
 @triton.jit
-def _sum(products, residual, out, columns, CHOSEN: tl.constexpr, WIDTH: tl.constexpr, NATIVE: tl.constexpr):
+def _sum(
+    products, residual, weights, out, columns,
+    CHOSEN: tl.constexpr, WIDTH: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     _begin(NATIVE)
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = n < columns
     total = tl.zeros([WIDTH], tl.float32)
     for i in tl.static_range(CHOSEN):
-        total += tl.load(products + (row * CHOSEN + i) * columns + n, mask=inside, other=0.0).to(tl.float32)
+        there = inside
+        if weights is not None:
+            # A weight that is not a number is one, too.
+            there = inside & (tl.load(weights + row * CHOSEN + i + 0 * n) != 0.0)
+        total += tl.load(products + (row * CHOSEN + i) * columns + n, mask=there, other=0.0).to(tl.float32)
     if residual is not None:
         total += tl.load(residual + row * columns + n, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * columns + n, total.to(out.dtype.element_ty), mask=inside)
 
 
-def add_up(products: Tensor, residual: Tensor | None, tokens: int) -> Tensor:
-    """The sum of each token's rows of products[T k, H], and residual[T, H] -> [T, H]."""
+def add_up(products: Tensor, residual: Tensor | None, tokens: int, weights: Tensor | None = None) -> Tensor:
+    """The sum of each token's rows of products[T k, H], and residual[T, H] -> [T, H]. weights[T, k]: rows are
+    left out where they are 0."""
     columns = products.shape[1]
     out = torch.empty(tokens, columns, dtype=products.dtype, device=products.device)
     _sum[(tokens, triton.cdiv(columns, SUMMED))](
-        products, residual, out, columns,
+        products, residual, weights, out, columns,
         CHOSEN=len(products) // tokens, WIDTH=SUMMED, NATIVE=NATIVE, num_warps=4, launch_pdl=NATIVE,
     )  # fmt: skip
     return out

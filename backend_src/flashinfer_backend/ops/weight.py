@@ -35,6 +35,7 @@ class Stored(NamedTuple):
 
     `take` raises ValueError saying what is wrong with the values. optional: a checkpoint may lack it.
     fills: what of the model, for readers. instead: names of tensors that this one has in it.
+    elsewhere: other ranks alone read it.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -46,6 +47,7 @@ class Stored(NamedTuple):
     fills: str = ""
     more: tuple[slice, ...] = ()
     instead: tuple[str, ...] = ()
+    elsewhere: bool = False
 
     @classmethod
     def into(cls, target: Tensor, dtypes: tuple[str, ...] = FLOATS) -> Stored:

@@ -44,7 +44,7 @@ def main() -> int:
         return 0
     note_in(Path(options.rendezvous).parent)  # an engine comes further with each of its ranks
     config = msgspec.json.decode(data, type=EngineConfig)
-    shard = Shard(options.rank, config.tensor_parallel_size)
+    shard = Shard(options.rank, config.tensor_parallel_size, config.expert_parallel_size)
     try:
         _, runner = start_runner(config, shard, options.rendezvous)
     except (ValueError, OSError, torch.cuda.OutOfMemoryError) as error:

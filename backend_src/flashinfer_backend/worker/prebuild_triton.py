@@ -350,7 +350,7 @@ def _call_experts(model: ModelSpec, mlp: Experts, empty: Callable[..., Tensor]) 
                 residual = torch.empty_like(normed) if model.shard.rank == 0 else None
                 logits = empty(tokens, mlp.count, of=torch.float32)
                 routing = mlp.per_token, mlp.norm_topk
-                cuda_experts.weighted_sum(normed, logits, *weights, *routing, residual, mlp.clip)
+                cuda_experts.weighted_sum(normed, logits, *weights, *routing, residual, mlp.clip, mlp.own)
 
 
 def _call_products(model: ModelSpec, empty: Callable[..., Tensor]) -> None:

@@ -67,6 +67,7 @@ def start_runner(
     spec.check_max_seq_len(config.max_seq_len)
     config = resolve_limits(config, spec.longest_seq_len)
     spec = spec.within(config.max_seq_len)
+    spec.check_expert_groups(config.expert_parallel_size)
     drafter = read_drafter(resolve_drafter_dir(config.draft_model)) if config.draft_model != "none" else None
     if drafter is not None:
         drafter.check_fits(spec, config.max_seq_len)
