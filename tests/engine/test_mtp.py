@@ -22,11 +22,14 @@ from engine.harness import start_core
 from engine.ranks_in_threads import start_ranks
 from engine.test_eagle3 import BLOCK, PROMPTS, Recorded, answers, check
 from engine.test_graph_steps import replayed
+from engine.test_runner_graphs import graphed
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import WeightsError
 from flashinfer_backend.speculate.eagle3 import Eagle3
 from flashinfer_backend.speculate.mtp import load_mtp
+from flashinfer_backend.worker import graphs, runner
+from replayed import ReplayedCapture
 
 PREFIX = "mtp.layers.0."
 
@@ -100,20 +103,42 @@ def start(folder: Path, **settings: Any) -> tuple[Any, list[Recorded]]:
     return start_core(folder, make_proposer=make, **options | settings), found
 
 
-@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("captured", [False, True])
 def test_drafts_are_those_of_the_definition(
-    made: tuple[Path, Reference], tmp_path: Path, graphs: bool
+    made: tuple[Path, Reference], tmp_path: Path, captured: bool
 ) -> None:
     """Of several sequences together, with prompts in chunks; and the tokens are those without drafts."""
     folder, reference = made
     plain = answers(start_core(folder, max_seq_len=BLOCK), tmp_path / "plain")
     core, (recorded,) = start(folder, max_num_tokens=8, max_num_tokens_while_decoding=8)
-    capture = replayed(core.runner) if graphs else None
+    capture = replayed(core.runner) if captured else None
     found = answers(core, tmp_path / "with")
     assert found == plain
     sequences = [prompt + tokens for prompt, tokens in zip(PROMPTS, found, strict=True)]
-    assert graphs or check(recorded, sequences, reference) > 20
+    assert captured or check(recorded, sequences, reference) > 20
     assert capture is None or capture.replays > 5
+
+
+def test_all_graphs_give_the_tokens_of_none(
+    made: tuple[Path, Reference], tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Steps with prompts too: the head takes in their tokens behind the last graph."""
+    folder, _ = made
+    monkeypatch.setattr(runner, "GraphCapture", ReplayedCapture)
+    for module in (runner, graphs):
+        monkeypatch.setattr(module, "MIXED_SIZES", [8, 16, 32])
+    monkeypatch.setattr(graphs.MixedGraphs, "_layer_seconds", lambda _, size: float(size))
+    monkeypatch.setattr(graphs, "replay_seconds", lambda replay: replay() or 1.0)
+    found, options = [], {"tokens_per_block": 16, "max_num_tokens": 24, "max_num_tokens_while_decoding": 24}
+    for name in ("plain", "drafts", "graphs"):
+        drafting = {} if name == "plain" else {"speculative_method": "mtp", "max_draft_len": 3}
+        core = start_core(folder, **options, **drafting)
+        if name == "graphs":
+            graphed(core.runner.state)
+            core.runner.capture_graphs([2, 8])
+            assert core.runner.mixed_graphs is not None
+        found.append(answers(core, tmp_path / name))
+    assert found[0] == found[1] == found[2]
 
 
 def test_two_ranks_draft_the_same(made: tuple[Path, Reference], tmp_path: Path, monkeypatch: Any) -> None:

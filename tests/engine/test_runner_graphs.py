@@ -92,7 +92,7 @@ def test_a_runner_with_graphs_gives_the_tokens_of_one_without(
     feature: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """With windows, those of two lengths, in turn with layers that see all. With adapters, rows of two and
-    rows without any. With states, of decode steps alone."""
+    rows without any. With states, steps with prompts go in pieces."""
     windows, options = feature == "windows", {}
     captures: list[ReplayedCapture] = []
 

@@ -45,14 +45,17 @@ class Recurrent(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """What goes around attention: the residual stream [T, hidden], and what the gate of attention is the
-    sigmoid of, [T, Hq D], where it has one."""
+    """What a mixer leaves as it is: the residual stream [T, hidden], and what the gate of attention is the
+    sigmoid of, [T, Hq D], where it has one. qkvz, ba: what a delta net takes, the results of its products of
+    these names."""
 
     hidden: Tensor
     gate: Tensor | None = None
+    qkvz: Tensor | None = None
+    ba: Tensor | None = None
 
     def of(self, rows: Tensor) -> Stream:
-        """That of some tokens."""
+        """What is read of it behind the mixer, of some tokens."""
         return Stream(self.hidden[rows], None if self.gate is None else self.gate[rows])
 
 
@@ -246,7 +249,7 @@ class AttentionLayer(Layer):
         self, attended: Tensor, stream: Stream, collectives: Collectives, chosen: Chosen | None = None
     ) -> Tensor:
         """From attention on: attended[T, Hq, D] and what goes around it -> the next residual stream."""
-        hidden, gate = stream
+        hidden, gate = stream.hidden, stream.gate
         x = attended.view(len(hidden), -1)
         if gate is not None:
             x = x * torch.sigmoid(gate)
@@ -254,8 +257,7 @@ class AttentionLayer(Layer):
 
 
 class DeltaLayer(Layer):
-    """A layer whose mixer is a gated delta net. Its states need nothing of the host, so that it is a part of
-    what a step runs between two layers' attention."""
+    """A layer whose mixer is a gated delta net."""
 
     qkvz: Weight
     ba: Weight
@@ -271,31 +273,26 @@ class DeltaLayer(Layer):
         self.a_log = parameter((own.value_heads,), torch.float32, device)
         self.dt_bias = parameter((own.value_heads,), torch.float32, device)
 
-    def forward(
-        self,
-        hidden: Tensor,
-        recurrent: Recurrent,
-        place: int,
-        collectives: Collectives,
-        rows: Tensor | None = None,
-        chosen: Chosen | None = None,
-    ) -> Tensor:
-        """The residual stream hidden[T, hidden] -> the next one, of the tokens in `rows` alone if given.
-        place: of the layer's states in recurrent.states. chosen: as in Transformer.forward."""
-        mixer, ops = self.mixer, self.ops
+    def before(self, hidden: Tensor, chosen: Chosen | None = None) -> Stream:
+        """Up to the mixer."""
         assert self.input_norm is not None
-        normed = ops.rms_norm(hidden, self.input_norm, self.eps)
-        qkvz, ba = (ops.linear(normed, product, None, chosen) for product in (self.qkvz, self.ba))
-        qkv, z = qkvz.split((sum(mixer.widths), mixer.widths[2]), dim=-1)
+        normed = self.ops.rms_norm(hidden, self.input_norm, self.eps)
+        qkvz, ba = (self.ops.linear(normed, product, None, chosen) for product in (self.qkvz, self.ba))
+        return Stream(hidden, None, qkvz, ba)
+
+    def mix(self, qkvz: Tensor, ba: Tensor, states: DeltaStates, rows: DeltaRows) -> Tensor:
+        """The mixer: of the step's tokens [T, Hv Dv]."""
+        widths = self.mixer.widths
+        qkv, z = qkvz.split((sum(widths), widths[2]), dim=-1)
         b, a = ba.chunk(2, dim=-1)
         own = DeltaWeights(self.conv, self.a_log, self.dt_bias, self.out_norm, self.eps)
-        x = ops.delta_net(qkv, z, a, b, own, recurrent.states[place], recurrent.rows)
-        if rows is not None:
-            x, hidden = x[rows], hidden[rows]
-            chosen = None if chosen is None else chosen.of(rows)
-            if not len(rows):
-                return hidden
-        return self.behind(x, hidden, collectives, chosen)
+        return self.ops.delta_net(qkv, z, a, b, own, states, rows)
+
+    def after(
+        self, mixed: Tensor, stream: Stream, collectives: Collectives, chosen: Chosen | None = None
+    ) -> Tensor:
+        """From the mixer on, to the next residual stream."""
+        return self.behind(mixed, stream.hidden, collectives, chosen)
 
 
 class Transformer(nn.Module):
@@ -338,10 +335,9 @@ class Transformer(nn.Module):
             else DeltaLayer(layer, spec, ops, self.device, self.dtype)
             for layer in spec.layers
         )
+        # Of each layer, among those with attention or those that keep states.
         kinds = [isinstance(layer, AttentionLayer) for layer in self.layers]
-        self._layers_with_attention = [-1, *(number for number, attends in enumerate(kinds) if attends)]
-        states = [number for number, attends in enumerate(kinds) if not attends]
-        self._places = {number: place for place, number in enumerate(states)}  # in Recurrent.states
+        self.places = [kinds[:number].count(kind) for number, kind in enumerate(kinds)]
         self.final_norm = parameter((spec.hidden_size,), self.dtype, self.device)
         tied = spec.tie_word_embeddings
         self.lm_head = (
@@ -386,92 +382,81 @@ class Transformer(nn.Module):
         work. taps: other layers' outputs that are wanted. chosen: the tokens' adapters, by their places in
         Weight.adapters; None: no token has one. recurrent: where layers keep states.
         """
-        inputs, attended, stream = (input_ids, positions, cache_locations), None, None
-        for index in range(len(self._layers_with_attention) - 1):
-            q, stream = self.piece(index, inputs, kv_caches, attended, stream, None, taps, chosen, recurrent)
-            attended = torch.empty_like(q)
-            attention.run(index, q, attended)
+        inputs, mixed, stream = (input_ids, positions, cache_locations), None, None
+        for index in range(len(self.layers)):
+            q, stream = self.piece(index, inputs, kv_caches, mixed, stream, None, taps, chosen)
+            if q is None:
+                assert recurrent is not None
+                mixed = self.mix(index, stream, recurrent)
+                continue
+            mixed = torch.empty_like(q)
+            attention.run(self.places[index], q, mixed)
             between_layers()
-        assert attended is not None and stream is not None
-        return self.finish(attended, stream, rows, chosen, recurrent, taps)
+        assert mixed is not None and stream is not None
+        return self.finish(mixed, stream, rows, chosen, taps)
 
     def piece(
         self,
         index: int,
         inputs: tuple[Tensor, Tensor, Tensor | list[Tensor]],
         kv_caches: KVCaches,
-        attended: Tensor | None,
+        mixed: Tensor | None,
         stream: Stream | None,
         out: Tensor | None = None,
         taps: Taps | None = None,
         chosen: Chosen | None = None,
-        recurrent: Recurrent | None = None,
-    ) -> tuple[Tensor, Stream]:
-        """What a step runs before its attention number `index`, from the attention before on, or from the
-        embedding: attended[T, Hq, D] and what went around it -> q[T, Hq, D] (in `out` when given) and what
-        goes around here. inputs: input_ids, positions and cache_locations of forward(); chosen, recurrent:
-        its own. Writes the outputs of the layers between to their places in taps, and the embeddings, which
-        are layer -1's."""
+    ) -> tuple[Tensor | None, Stream]:
+        """What a step runs before the mixer of layer `index`, from the mixer of the layer before on, or from
+        the embedding. mixed: of the mixer before, attention's [T, Hq, D] or a delta net's [T, Hv Dv]; stream:
+        what it left as it was. Returns q[T, Hq, D] for attention (in `out` when given) or None, and what goes
+        around the mixer. inputs: input_ids, positions and cache_locations of forward(); chosen: its own.
+        Writes the output of the layer before to its places in taps."""
         input_ids, positions, locations = inputs
-        cache_locations = locations if isinstance(locations, Tensor) else locations[index]
-        before, here = self._layers_with_attention[index : index + 2]
-        if attended is None or stream is None:
+        if mixed is None or stream is None:
             hidden = self.embed(input_ids)
         else:
-            layer = self.layers[before]
-            assert isinstance(layer, AttentionLayer)
-            hidden = layer.after(attended, stream, self.collectives, chosen)
-        _tap(taps, before, hidden)
-        for number in range(before + 1, here):
-            hidden = self._recur(number, hidden, recurrent, None, chosen)
-            _tap(taps, number, hidden)
-        layer = self.layers[here]
+            hidden = self._after(index - 1, mixed, stream, chosen)
+        _tap(taps, index - 1, hidden)
+        layer, place = self.layers[index], self.places[index]
+        if isinstance(layer, DeltaLayer):
+            return None, layer.before(hidden, chosen)
         assert isinstance(layer, AttentionLayer)
-        where = positions, cache_locations, kv_caches[index]
+        cache_locations = locations if isinstance(locations, Tensor) else locations[place]
+        where = positions, cache_locations, kv_caches[place]
         return layer.before(hidden, *where, out, self.collectives, chosen)
+
+    def mix(self, index: int, stream: Stream, recurrent: Recurrent) -> Tensor:
+        """The mixer of layer `index`, which is a delta net."""
+        layer = self.layers[index]
+        assert isinstance(layer, DeltaLayer) and stream.qkvz is not None and stream.ba is not None
+        return layer.mix(stream.qkvz, stream.ba, recurrent.states[self.places[index]], recurrent.rows)
 
     def finish(
         self,
-        attended: Tensor,
+        mixed: Tensor,
         stream: Stream,
         rows: Tensor | None,
         chosen: Chosen | None = None,
-        recurrent: Recurrent | None = None,
         taps: Taps | None = None,
     ) -> Tensor:
-        """The last piece, from the last attention on, for the tokens in `rows`: the others' residual stream
-        is not read behind the last layer's mixer, but for taps of the last layer."""
-        before, last = self._layers_with_attention[-1], len(self.layers) - 1
-        if taps is not None and rows is not None and last in taps.layers:
-            hidden = self.finish(attended, stream, None, chosen, recurrent, taps)
-            return hidden[rows]
-        layer = self.layers[before]
-        assert isinstance(layer, AttentionLayer)
-        if rows is not None and before == last:
-            attended, stream = attended[rows], stream.of(rows)
+        """The last piece, from the last mixer on, for the tokens in `rows`: the others' residual stream is
+        not read, but for taps of the last layer."""
+        last = len(self.layers) - 1
+        if taps is not None and last in taps.layers:
+            hidden = self._after(last, mixed, stream, chosen)
+            _tap(taps, last, hidden)
+            return hidden if rows is None else hidden[rows]
+        if rows is not None:
+            mixed, stream = mixed[rows], stream.of(rows)
             chosen = None if chosen is None else chosen.of(rows)
             if not len(rows):
                 return stream.hidden
-        hidden = layer.after(attended, stream, self.collectives, chosen)
-        for number in range(before, last + 1):
-            if number > before:
-                hidden = self._recur(number, hidden, recurrent, rows if number == last else None, chosen)
-            if number < last or rows is None:
-                _tap(taps, number, hidden)
-        return hidden
+        return self._after(last, mixed, stream, chosen)
 
-    def _recur(
-        self,
-        number: int,
-        hidden: Tensor,
-        recurrent: Recurrent | None,
-        rows: Tensor | None,
-        chosen: Chosen | None,
-    ) -> Tensor:
-        """One layer that keeps states."""
-        layer = self.layers[number]
-        assert isinstance(layer, DeltaLayer) and recurrent is not None
-        return layer(hidden, recurrent, self._places[number], self.collectives, rows, chosen)
+    def _after(self, index: int, mixed: Tensor, stream: Stream, chosen: Chosen | None) -> Tensor:
+        layer = self.layers[index]
+        assert isinstance(layer, AttentionLayer | DeltaLayer)
+        return layer.after(mixed, stream, self.collectives, chosen)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """[T, hidden], the residual stream that the first layer takes."""

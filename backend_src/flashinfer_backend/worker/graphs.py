@@ -32,7 +32,7 @@ from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.contract import Captured, Prepared, StepShape
 from flashinfer_backend.core.draft_counts import SIZES, draft_counts, drafted_shapes
 from flashinfer_backend.core.step import NONE, Feeds, StepPlan, Wants, greedy_plan
-from flashinfer_backend.models.transformer import Stream, Taps
+from flashinfer_backend.models.transformer import AttentionLayer, Recurrent, Stream, Taps
 from flashinfer_backend.ops.weight import Chosen
 from flashinfer_backend.worker.device_state import DeviceState
 from flashinfer_backend.worker.drafting import Drafting, Fed
@@ -416,6 +416,12 @@ class MixedGraphs:
         self._q = torch.zeros(shape, dtype=model.dtype, device=device)
         # Rows of padding are never written: they must not hold NaN.
         self._attended = torch.zeros(shape, dtype=model.dtype, device=device)
+        if model.spec.delta_nets:
+            net = model.spec.delta_nets[0]
+            widths = net.qkvz.shape[0], net.ba.shape[0], net.o.shape[1]
+            self._qkvz, self._ba, self._recurred = (
+                torch.zeros((self.largest, width), dtype=model.dtype, device=device) for width in widths
+            )
         self._taps = state.taps(self.largest)
         dummies = torch.full((self.largest,), state.dummy_slot, dtype=torch.int32, device=device)
         self._chosen = state.chosen(dummies) if adapted else None
@@ -462,7 +468,8 @@ class MixedGraphs:
         """As `run`, of a step that plan_full has planned."""
         self._copy(input_ids, positions, cache_locations, chosen)
         full.graph.replay()
-        return self._model.finish(self._attended[: len(input_ids)], full.stream, rows, chosen)
+        taps = self.taps(len(input_ids))
+        return self._model.finish(self._attended[: len(input_ids)], full.stream, rows, chosen, taps)
 
     def run(
         self,
@@ -474,17 +481,31 @@ class MixedGraphs:
         rows: torch.Tensor | None,
         between_layers: Callable[[], object],
         chosen: Chosen | None,
+        recurrent: Recurrent | None,
     ) -> torch.Tensor:
         """As Transformer.forward over inputs int32 [padded size] of which `tokens` are real; padding must lie
         in the dummy block. chosen: None unless captured for adapters."""
-        size = input_ids.shape[0]
+        size, model = input_ids.shape[0], self._model
         self._copy(input_ids, positions, cache_locations, chosen)
         q, attended = self._q[:tokens], self._attended[:tokens]
-        for layer, graph in enumerate(self._graphs[size]):
+        for index, graph in enumerate(self._graphs[size]):
             graph.replay()
-            attention.run(layer, q, attended)
-            between_layers()
-        return self._model.finish(self._attended[:size], self._streams[size], rows, chosen)
+            if self._attends(index):
+                attention.run(model.places[index], q, attended)
+                between_layers()
+            else:
+                assert recurrent is not None
+                taken = Stream(self._qkvz, None, self._qkvz[:tokens], self._ba[:tokens])
+                self._recurred[:tokens].copy_(model.mix(index, taken, recurrent))
+        return model.finish(self._mixed(size, -1), self._streams[size], rows, chosen, self.taps(size))
+
+    def _attends(self, index: int) -> bool:
+        """Whether a layer's mixer is attention."""
+        return isinstance(self._model.layers[index], AttentionLayer)
+
+    def _mixed(self, size: int, index: int) -> torch.Tensor:
+        """Where the mixer of a layer leaves its result."""
+        return (self._attended if self._attends(index) else self._recurred)[:size]
 
     def taps(self, size: int) -> Taps | None:
         """The outputs that a proposer takes of the last step, of `size` tokens; None where it takes none."""
@@ -518,13 +539,17 @@ class MixedGraphs:
         return replay_seconds(graph.replay)
 
     def _piece(self, size: int, index: int, stream: Stream | None) -> Stream:
-        """Runs the model's piece before its attention number `index`, over the static tensors; returns what
-        goes around that."""
+        """Runs the model's piece before the mixer of layer `index`, over the static tensors; returns what the
+        mixer leaves as it is."""
         input_ids, positions, *locations = (row[:size] for row in self._inputs)
         cache_locations = self._state.by_layer(locations[0] if len(locations) == 1 else locations)
-        inputs, attended = (input_ids, positions, cache_locations), self._attended[:size]
+        inputs, mixed = (input_ids, positions, cache_locations), self._mixed(size, index - 1)
         own = self._q[:size], self.taps(size), self._own_chosen(size)
-        return self._model.piece(index, inputs, self._state.kv_layers, attended, stream, *own)[1]
+        stream = self._model.piece(index, inputs, self._state.kv_layers, mixed, stream, *own)[1]
+        if stream.qkvz is not None and stream.ba is not None:  # which would be kept of each layer and size
+            self._qkvz[:size].copy_(stream.qkvz)
+            self._ba[:size].copy_(stream.ba)
+        return Stream(stream.hidden, stream.gate)
 
     def _own_chosen(self, size: int) -> Chosen | None:
         if self._chosen is None:
@@ -537,10 +562,14 @@ class MixedGraphs:
         self._graphs[size] = []
 
         def warm_up() -> None:
-            attended, stream = self._attended[:size], self._piece(size, 0, None)
-            self._model.finish(attended, stream, None, self._own_chosen(size))
+            stream = self._piece(size, 0, None)
+            for index in range(1, kinds):
+                stream = self._piece(size, index, stream)
+            self._model.finish(self._mixed(size, -1), stream, None, self._own_chosen(size))
 
-        for index in range(len(self._model.spec.attentions)):
+        every = [self._attends(index) for index in range(len(self._model.layers))]
+        kinds = 1 + max(map(every.index, set(every)))  # layers of which each kind is one
+        for index in range(len(every)):
             piece = functools.partial(self._piece, size, index, stream)
             graph, stream = self._capture_graph(piece, (lambda: None) if index else warm_up)
             self._graphs[size].append(graph)
@@ -548,7 +577,7 @@ class MixedGraphs:
         self._streams[size] = stream
 
     def _capture_full(self, size: int, attention: Captured | None, rows: int) -> None:
-        if attention is None:
+        if attention is None or self._state.states is not None:  # delta nets launch by the number of rows
             return
 
         def layers(count: int) -> Stream:
@@ -559,9 +588,7 @@ class MixedGraphs:
             assert stream is not None
             return stream
 
-        graph, stream = self._capture_graph(
-            lambda: layers(len(self._model.spec.attentions)), lambda: layers(1)
-        )
+        graph, stream = self._capture_graph(lambda: layers(len(self._model.layers)), lambda: layers(1))
         self._full.setdefault(size, []).append(FullStep(rows, graph, attention, stream))
 
 

@@ -119,14 +119,11 @@ class Runner:
         try:
             with telling(lambda: f"captured the graphs of {capture.sizes} of {total} sizes of steps"):
                 self.graphs = DecodeGraphs(state, sizes, capture, self.drafting)
-                # Layers with states launch by the number of a step's rows, which graphs of mixed steps
-                # do not fix: such steps run layer by layer.
-                if state.states is None:
-                    self.mixed_graphs = MixedGraphs(state, capture)
+                self.mixed_graphs = MixedGraphs(state, capture)
                 if self.adapters is not None:
                     self.adapted_graphs = (
                         DecodeGraphs(state, sizes, capture, self.drafting, adapted=True),
-                        MixedGraphs(state, capture, adapted=True) if state.states is None else None,
+                        MixedGraphs(state, capture, adapted=True),
                     )
         finally:
             gc.enable()
@@ -345,12 +342,13 @@ class Runner:
             attention = state.attention.step(batch)
             started()
             if graphs is not None and captured:
-                hidden = graphs.run(*inputs, plan.num_tokens, attention, rows, between_layers, chosen)
+                given = inputs[0], inputs[1], inputs[2], plan.num_tokens, attention, rows
+                hidden = graphs.run(*given, between_layers, chosen, state.recurrent(plan, inputs[1]))
             else:
                 ids, where, locations = inputs
-                given = ids, where, state.by_layer(locations)
+                layered = ids, where, state.by_layer(locations), state.kv_layers, attention, rows
                 own = between_layers, taps, chosen, state.recurrent(plan, where)
-                hidden = state.model(*given, state.kv_layers, attention, rows, *own)
+                hidden = state.model(*layered, *own)
         ids, where, locations = inputs
         fed = Fed(ids, slots, where, locations, attention, None if taps is None else taps.out)
         return hidden, sampling, fed if full is not None else fed.cut(plan.num_tokens)
