@@ -10,8 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,16 +25,9 @@ from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.engine import __main__ as engine
 from flashinfer_backend.transport import rundir
 from flashinfer_backend.transport.records import ProcessRecord, stop
+from waiting import wait_for
 
 TIMEOUT_S = 120
-
-
-def wait_for(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not (found := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return found
 
 
 @contextlib.contextmanager

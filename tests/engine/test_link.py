@@ -27,6 +27,7 @@ from flashinfer_backend.transport import endpoint, protocol, records, rundir
 from flashinfer_backend.transport.endpoint import LINK_LOST, EngineDown
 from flashinfer_backend.transport.keeper import EngineStartError, Keeper
 from flashinfer_backend.transport.records import EngineRecord
+from waiting import wait_for
 
 TIMEOUT_S = 120
 # The engine's program, with which the second engine of a model ends at once.
@@ -86,13 +87,6 @@ def complete(endpoint: Engines, max_tokens: int = 8) -> list[int]:
     answer = submit(endpoint, max_tokens)
     assert answer.ended.wait(TIMEOUT_S) and answer.code == protocol.FINISHED_LENGTH
     return answer.tokens
-
-
-def wait_for(condition: Any) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.02)
 
 
 def engines(run_dir: Path) -> list[int]:

@@ -21,6 +21,7 @@ from flashinfer_backend.transport.rundir import process_alive
 from flashinfer_backend.worker import ranks
 from flashinfer_backend.worker.ranks import OtherRanks, RanksLostError
 from flashinfer_backend.worker.warm_up import prompt_plan
+from waiting import wait_for
 
 ENDS = "sleep 0.5; exit 1"
 READY = "printf '!' >&$8; "  # the socket is the eighth argument
@@ -51,10 +52,7 @@ def test_a_process_that_does_not_ask_ends_with_a_rank(start, monkeypatch):
     others = start(ENDS, None)
     with pytest.raises(RanksLostError, match="rank 1 has ended"):
         others.serve(limits_steps=False)
-    deadline = time.monotonic() + 120
-    while not ended:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(lambda: ended)
     assert ended == [1]
     others.close()
 
@@ -87,10 +85,7 @@ def test_a_rank_that_hangs_is_noticed(start, monkeypatch, script, limit, why):
     others = start(script, lost.append)
     others.serve(limits_steps=True)
     others.send(prompt_plan(slot=0, length=1))
-    deadline = time.monotonic() + 120
-    while not lost:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(lambda: lost)
     assert lost == [why]
     others.close()
 
@@ -149,10 +144,7 @@ def test_a_rank_that_hangs_before_it_has_begun_ends_with_rank_0(start, tmp_path)
         assert process.stdout is not None
         rank = int(process.stdout.readline())
         process.wait(120)
-    deadline = time.monotonic() + 120
-    while process_alive(rank):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(lambda: not process_alive(rank))
 
 
 def test_a_process_that_ends_with_a_rank_leaves_no_folder(start, monkeypatch, tmp_path):
@@ -162,10 +154,7 @@ def test_a_process_that_ends_with_a_rank_leaves_no_folder(start, monkeypatch, tm
     monkeypatch.setattr(ranks.os, "_exit", lambda _: left.append(list((tmp_path / "tmp").iterdir())))
     others = start(ENDS, None, folder=None)
     assert Path(others.rendezvous).parent.parent == tmp_path / "tmp"
-    deadline = time.monotonic() + 120
-    while not left:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(lambda: left)
     assert left == [[]]
 
 

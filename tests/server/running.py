@@ -16,7 +16,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from email.message import Message
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from flashinfer_backend.launch import launcher as serve
 from flashinfer_backend.transport import protocol, rundir
 from flashinfer_backend.transport.addresses import resolve
 from ports import free_ports
+from waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 START_S = 240
@@ -50,15 +51,6 @@ def build_repository(
     arguments = ["--output", str(folder / "repository"), *named, "--set", *defaults, *knobs]
     assert cli.main(ROOT / "model_repo", arguments) == 0
     return folder / "repository"
-
-
-def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = TIMEOUT_S) -> Any:
-    """The first true value of condition()."""
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"timed out waiting for {what}"
-        time.sleep(0.02)
-    return value
 
 
 def files_below(folder: Path) -> list[str]:

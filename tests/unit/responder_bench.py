@@ -17,6 +17,7 @@ from flashinfer_backend.triton_server.outputs import Place
 from flashinfer_backend.triton_server.requests import Row
 from flashinfer_backend.triton_server.responder import Responder
 from flashinfer_backend.triton_server.sequence import OpenRequest, Sequence
+from waiting import wait_for
 
 TIMEOUT_S = 120
 OUTPUTS = {"output_ids", "sequence_length", "chunk", "finish_reason", "batch_index", "sequence_index"}
@@ -118,10 +119,7 @@ class Bench:
 
     def wait_closed(self) -> None:
         """Until no request is open any more, which is soon after their final responses."""
-        deadline = time.monotonic() + TIMEOUT_S
-        while self.responder.open_requests():
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        wait_for(lambda: not self.responder.open_requests())
 
 
 @pytest.fixture

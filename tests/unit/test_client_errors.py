@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -17,6 +16,7 @@ from client import bench, generate, wire
 from client.datasets import Prompt
 from client.load import Load, run_load
 from client.metrics import RequestRecord, request_columns
+from waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 NO_END = "stream ended without its last chunk (no finish_reason)"
@@ -223,13 +223,6 @@ def alive(process):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def wait_for(condition):
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])

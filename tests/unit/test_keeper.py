@@ -29,6 +29,7 @@ from flashinfer_backend.transport.peers import PeerSocket
 from flashinfer_backend.transport.protocol import SOCKET
 from flashinfer_backend.transport.records import EngineRecord, read_engine, read_keeper, stop
 from flashinfer_backend.transport.restarts import LONGEST_DELAY_S, STABLE_AFTER_S, Restarts
+from waiting import wait_for
 
 TIMEOUT_S = 120
 ENDLESS = "import time\nprint('up', flush=True)\nwhile True: time.sleep(0.1)"
@@ -58,13 +59,6 @@ def kept(run_dir: Path) -> Iterator[Callable[..., KeptEngine]]:
 
     yield make
     stop(*(engine.record for engine in made))
-
-
-def wait_for(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.01)
 
 
 def becomes_ready(engine: KeptEngine, run_dir: Path) -> EngineRecord:

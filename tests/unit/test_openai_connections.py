@@ -19,6 +19,7 @@ from starlette.requests import Request
 from flashinfer_backend.openai.app import MANY_BODIES, Bodies
 from flashinfer_backend.openai.connection import MOST_HEADER_BYTES, ConnectionLimits, limited_config
 from flashinfer_backend.openai.errors import ApiError
+from waiting import wait_for
 
 WHOLE = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\nbody"
 LONG_S = 600.0  # a limit that no test reaches
@@ -121,7 +122,7 @@ def test_a_request_that_does_not_arrive_is_cut(sent: bytes, status: bytes) -> No
         if status.endswith(b"408 "):
             body = json.loads(got.partition(b"\r\n\r\n")[2])
             assert "had not arrived after 0.2 s" in body["error"]["message"] and server.errors == [408]
-        wait_until(lambda: not server.server.server_state.connections)
+        wait_for(lambda: not server.server.server_state.connections)
 
 
 def test_a_byte_at_a_time_does_not_start_the_clock_again() -> None:
@@ -157,31 +158,31 @@ def test_a_client_that_ends_its_side_behind_its_requests_is_answered(requests: i
     waits = WHOLE.replace(b"/ ", b"/wait ", 1)
     with running() as server, server.connect(waits * requests) as sock:
         sock.shutdown(socket.SHUT_WR)
-        wait_until(lambda: server.server.server_state.connections)
+        wait_for(lambda: server.server.server_state.connections)
         time.sleep(0.3)
         server.release.set()
         lines = answer(sock).split(b"\r\n")
         assert lines.count(b"HTTP/1.1 200 OK") == requests and lines[-1] == b"done"
         assert lines[0] == b"HTTP/1.1 100 Continue" or requests > 1
-        wait_until(lambda: not server.server.server_state.connections)
+        wait_for(lambda: not server.server.server_state.connections)
 
 
 @pytest.mark.parametrize("half_first", [False, True])
 def test_a_client_that_has_left_is_noticed(half_first: bool) -> None:
     """Also one that has ended its own side before."""
     with running() as server, server.connect(WHOLE.replace(b"/ ", b"/leave ", 1)) as sock:
-        wait_until(lambda: server.server.server_state.tasks)
+        wait_for(lambda: server.server.server_state.tasks)
         if half_first:
             sock.shutdown(socket.SHUT_WR)
             assert sock.recv(4096).startswith(b"HTTP/1.1 100 Continue") and not server.left.is_set()
         sock.close()
-        wait_until(server.left.is_set)
+        wait_for(server.left.is_set)
 
 
 def test_a_server_that_ends_waits_for_whole_requests_alone() -> None:
     waits, half = WHOLE.replace(b"/ ", b"/wait ", 1), WHOLE[:-1]
     with running() as server, server.connect(waits) as open_, server.connect(half) as late:
-        wait_until(lambda: len(server.server.server_state.tasks) == 2)
+        wait_for(lambda: len(server.server.server_state.tasks) == 2)
         server.server.should_exit = True
         got = answer(late)
         assert got.startswith(b"HTTP/1.1 503 ") and b"shutting down" in got and server.errors == [503]
@@ -205,7 +206,7 @@ def test_where_all_connections_have_requests_another_one_is_refused_and_nobody_c
     with running(connections=3) as server, contextlib.ExitStack() as opened:
         waits = WHOLE.replace(b"/ ", b"/wait ", 1)
         busy = [opened.enter_context(server.connect(waits)) for _ in range(3)]
-        wait_until(lambda: len(server.server.server_state.tasks) == 3)
+        wait_for(lambda: len(server.server.server_state.tasks) == 3)
         with server.connect(WHOLE) as sock:
             got = answer(sock)
         assert got.startswith(b"HTTP/1.1 503 ") and b"retry-after" in got and server.errors == [503]
@@ -221,7 +222,7 @@ def test_endless_headers_are_refused() -> None:
         with contextlib.suppress(OSError):
             for _ in range(20 * MOST_HEADER_BYTES // 1000):  # more than is read at once
                 sock.sendall(b"x: " + b"y" * 995 + b"\r\n")
-        wait_until(lambda: server.errors == [431])
+        wait_for(lambda: server.errors == [431])
     with running() as server, server.connect(WHOLE[:-4].replace(b": 4", b": 300000")) as sock:
         sock.sendall(b"x" * 300_000)
         assert sock.recv(4096).startswith(b"HTTP/1.1 200 "), "a body is no header"
@@ -257,10 +258,3 @@ def test_bodies_that_arrive_at_the_same_time_are_bounded_together() -> None:
         assert await arriving(500, go_on, bodies) == b"x" * 1000
 
     asyncio.run(main())
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

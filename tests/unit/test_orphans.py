@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -22,6 +21,7 @@ from flashinfer_backend.core.paths import SERVE_PID, processes_dir, run_dir
 from flashinfer_backend.launch import openai_door
 from flashinfer_backend.launch.watchdog import Policy, Watchdog
 from flashinfer_backend.transport import orphans, rundir
+from waiting import wait_for
 
 SERVER, OTHER = 4194305, 4194306  # no process has them
 NAME = "/backends/python/triton_python_backend_stub"
@@ -80,22 +80,14 @@ def test_a_stub_that_starts_a_program_counts_once(start: Start, tmp_path: Path) 
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     stub = start("forks", SERVER, f"(read line < {fifo}) & wait; {ENDLESS}")
-    (child,) = _wait_for(lambda: [c for c in psutil.Process(stub.pid).children() if orphans.find_stub(c.pid)])
+    (child,) = wait_for(lambda: [c for c in psutil.Process(stub.pid).children() if orphans.find_stub(c.pid)])
     ticks = rundir.start_ticks(child.pid)
     copy = orphans.find_stub(stub.pid)._replace(pid=child.pid, start_ticks=ticks)
     assert orphans.find_stub(child.pid) == copy
     assert [found.pid for found in orphans.stubs_of(SERVER)] == [stub.pid]
     fifo.write_text("go on\n")
-    _wait_for(lambda: not child.is_running())
+    wait_for(lambda: not child.is_running())
     assert [found.pid for found in orphans.stubs_of(SERVER)] == [stub.pid]
-
-
-def _wait_for(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 120
-    while not (value := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return value
 
 
 def test_a_stub_whose_server_has_ended_takes_nobody_else_for_it() -> None:

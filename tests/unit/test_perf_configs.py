@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 import small_tokenizers
@@ -18,6 +17,7 @@ from client.scenarios import Point, Requirement, read_scenarios
 from perf_configs import provenance, results, run, servers
 from perf_configs.servers import ServerSpec, StartError, choose_servers, read_servers, serve
 from ports import free_ports
+from waiting import wait_for
 
 REQUIRED = {
     ("a", "median_tpot_ms"): "ratio ≤ 0.90",
@@ -353,10 +353,7 @@ def test_a_server_is_started_and_ended_with_its_children(tmp_path):
             pass
     assert (tmp_path / "prepared").read_text() == "x\n" and not kept.exists()
     child = int((tmp_path / "child").read_text())
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and _alive(child):
-        time.sleep(0.05)
-    assert not _alive(child)
+    wait_for(lambda: not _alive(child))
 
 
 def test_a_killed_benchmark_leaves_no_server(tmp_path):
@@ -372,10 +369,7 @@ def test_a_killed_benchmark_leaves_no_server(tmp_path):
         assert process.stdout.readline() == b"up\n"
         process.kill()
     pid = int((tmp_path / "pid").read_text())
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and _alive(pid):
-        time.sleep(0.05)
-    assert not _alive(pid)
+    wait_for(lambda: not _alive(pid))
 
 
 def _alive(pid):

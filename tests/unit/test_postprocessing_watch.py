@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from flashinfer_backend.launch.postprocessing_watch import PostprocessingWatch
+from waiting import wait_for
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -44,26 +45,19 @@ def handler() -> Iterator[type[Handler]]:
         server.shutdown()
 
 
-def wait_until(condition: object, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("status", [200, 400, 503])
 def test_any_answer_will_do(handler, status):
     handler.status = status
     handler.held.set()
     watch = PostprocessingWatch(handler.url, answer_s=30.0, every_s=0.01)
-    wait_until(lambda: handler.asked > 3)
+    wait_for(lambda: handler.asked > 3)
     assert not watch.stuck
     watch.close()
 
 
 def test_no_answer_is_noticed_and_stays(handler):
     watch = PostprocessingWatch(handler.url, answer_s=0.2, every_s=0.01)
-    wait_until(lambda: watch.stuck)
+    wait_for(lambda: watch.stuck)
     time.sleep(1.5)  # its own patience is over by then
     assert watch.stuck and handler.asked == 1
     watch.close()

@@ -15,6 +15,7 @@ import pytest
 
 from flashinfer_backend.transport import rundir
 from flashinfer_backend.triton_server.standstill import Standstill
+from waiting import wait_for
 
 CHILD = """
 import ctypes
@@ -63,10 +64,7 @@ def pair(tmp_path: Path) -> Iterator[tuple[Child, Child]]:
     children = Child(tmp_path / "runs" / "processes"), Child(tmp_path / "runs" / "processes")
     try:
         for child in children:
-            deadline = time.monotonic() + 120
-            while not child.sees_another():
-                assert time.monotonic() < deadline, "the processes do not know each other"
-                time.sleep(0.05)
+            wait_for(child.sees_another, "the processes to know each other")
         yield children
     finally:
         for child in children:
@@ -121,10 +119,7 @@ def test_a_process_that_says_that_it_is_held_up_goes_on(pair):
 def test_files_that_were_removed_are_made_again(pair):
     stopped, other = pair
     shutil.rmtree(stopped.file.parent.parent)
-    deadline = time.monotonic() + 120
-    while not (stopped.file.exists() and other.file.exists()):
-        assert time.monotonic() < deadline, "the files are not made again"
-        time.sleep(0.05)
+    wait_for(lambda: stopped.file.exists() and other.file.exists(), "the files to be made again")
     time.sleep(2.5)  # so each has looked which others there are
     stand_still(stopped)
     assert stopped.ask("something") == ""
