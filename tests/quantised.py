@@ -33,8 +33,8 @@ SIZES = {
     "initializer_range": 0.08,
 }
 EXPERT_SIZES = {"hidden_size": 256, "moe_intermediate_size": 256}  # whole blocks, as experts need them
-# Whole blocks of each part of a product: a query, a gate, keys, values.
-DELTA_SIZES = {"head_dim": 128, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
+# Whole blocks of each part of a product, also on 2 ranks: a query, a gate, keys, values.
+DELTA_SIZES = {"head_dim": 128, "linear_key_head_dim": 128, "linear_value_head_dim": 64}
 NEVER = ("in_proj_a", "in_proj_b", "in_proj_ba", "shared_expert_gate")  # few rows, which tools leave out
 KV_SCALES = {"k": 0.0051, "v": 0.0034}  # small enough that some values are beyond the largest element
 ARGS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "group_size": None}
@@ -285,7 +285,7 @@ def sizes_of(kind: str) -> dict[str, Any]:
     """Beside SIZES. The more layers there are, the earlier one rounds otherwise."""
     few = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
     experts = EXPERT_SIZES | {"shared_expert_intermediate_size": 256} | few
-    sizes = {"qwen3-moe": EXPERT_SIZES, "qwen3.5-moe": experts | DELTA_SIZES, "qwen3.5": DELTA_SIZES}
+    sizes = {"qwen3-moe": EXPERT_SIZES, "qwen3.5-moe": experts | DELTA_SIZES, "qwen3.5": DELTA_SIZES | few}
     return next((own for name, own in sizes.items() if kind.startswith(name)), {})
 
 

@@ -116,7 +116,8 @@ SIZES = {"head_dim": 128, "intermediate_size": 512}  # half of them are whole bl
 @pytest.mark.parametrize(
     ("layout", "kind"),
     [(layout, "llama") for layout in ("ct-dynamic", "ct-static", "modelopt-new", "blocks", "on-load")]
-    + [(layout, "qwen3-moe") for layout in ("ct-dynamic", "blocks", "on-load")],
+    + [(layout, "qwen3-moe") for layout in ("ct-dynamic", "blocks", "on-load")]
+    + [("blocks", "qwen3.5")],
 )
 def test_ranks_serve_fp8(layout, kind, tmp_path, monkeypatch):
     checkpoint = make_quantised(layout, kind, tmp_path / "model", ranks=2, **SIZES)
@@ -129,7 +130,7 @@ def test_ranks_serve_fp8(layout, kind, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("kind", "size", "groups"),
-    [("qwen3-moe", 4, 2), ("qwen2-moe", 2, 2), ("gpt-oss", 2, 2), ("llama4", 2, 2)],
+    [("qwen3-moe", 4, 2), ("qwen2-moe", 2, 2), ("gpt-oss", 2, 2), ("llama4", 2, 2), ("qwen3.5-moe", 2, 2)],
 )
 def test_ranks_with_whole_experts_give_the_answers_of_one(kind, size, groups, tmp_path, monkeypatch):
     """Of 4 ranks, two have a part each of the same experts."""
