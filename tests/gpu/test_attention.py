@@ -12,10 +12,7 @@ from flashinfer_backend.attention.contract import StepShape
 from flashinfer_backend.attention.torch_paged import TorchPagedAttention
 from flashinfer_backend.cache.device import KVCache
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 HEADS = [(32, 8), (28, 4), (16, 8), (32, 32)]
 DIM, BLOCK_SIZE, MAX_SEQS, MAX_BLOCKS, LAYERS = 128, 16, 64, 300, 2

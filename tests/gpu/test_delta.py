@@ -17,10 +17,7 @@ from flashinfer_backend.ops.torch_delta import DeltaRows, DeltaStates, DeltaWeig
 sys.path += [str(Path(__file__).parents[n] / name) for n, name in ((1, "unit"), (2, "perf_configs/kernels"))]
 from test_triton_delta import CASES, WIDTH, Case, Sizes, check, check_padding, inputs_of, split_inputs
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 QWEN = Sizes(16, 32, 128)  # Qwen3-Next-80B-A3B, Qwen3.5-9B, 35B-A3B
 LARGE = [
     Case(QWEN, [1], 1),

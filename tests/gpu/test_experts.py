@@ -25,10 +25,7 @@ from mxfp4_checkpoints import make_mxfp4
 from quantised import Quantised, make_quantised
 from tables import entries
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 FORMATS = ["dense", "fp8_token", "fp8_block", "mxfp4", "int4_awq_128"]
 # Of a row's relative error. In FP8 a last bit of the first product decides over roundings to e4m3.

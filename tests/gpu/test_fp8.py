@@ -27,10 +27,7 @@ from flashinfer_backend.ops.weight import Weight
 from quantised import make_quantised
 from tables import entries
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 TOKENS = [1, 7, 24, 64, 300, 4096]
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}  # of 8B

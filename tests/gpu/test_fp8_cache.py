@@ -23,10 +23,7 @@ from flashinfer_backend.cache.device import KVCache
 from flashinfer_backend.ops import fp8, torch_ops
 from quantised import make_quantised
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 HEADS = [(32, 8), (28, 4), (16, 16)]
 DIM, BLOCK_SIZE, MAX_SEQS = 128, 16, 64

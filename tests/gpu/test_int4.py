@@ -18,10 +18,7 @@ from flashinfer_backend.ops import device, int4, int4_linear, tilings, torch_ops
 from flashinfer_backend.ops.weight import Weight
 from int4_checkpoints import make_int4
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 TOKENS = [1, 7, 16, 33, 64, 128, 300]
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}  # of 8B

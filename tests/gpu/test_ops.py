@@ -9,10 +9,7 @@ import torch
 from flashinfer_backend.ops import torch_ops
 from flashinfer_backend.ops.weight import Weight
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 HEADS = [(32, 8, 128), (28, 4, 128), (16, 8, 128), (32, 32, 128), (32, 8, 64)]
 TOKENS = [1, 3, 8, 16, 17, 33, 64, 65, 96, 128, 200, 256, 272, 1000]

@@ -15,10 +15,7 @@ from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.sampling.filters import sorted_mask, top_k_top_p_mask
 from flashinfer_backend.sampling.logprobs import log_probs
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 PROMPTS = [[0, *range(40 + i, 60 + 3 * i)] for i in range(12)]
 

@@ -11,10 +11,7 @@ from test_fp8_cache import Setup as Fp8Setup
 
 from flashinfer_backend.attention.contract import StepShape
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 NO_WORDS = np.empty(0, np.int32)
 CACHES = {"16 bits": Setup, "e4m3": Fp8Setup}

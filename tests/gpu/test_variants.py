@@ -19,10 +19,7 @@ from flashinfer_backend.cache.device import KVCache
 from flashinfer_backend.models.hf.mpt import slopes
 from flashinfer_backend.ops import fp8
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 DEVICE, KV_HEADS, DIM = "cuda", 8, 128
 # The variant, its heads, by_head, and whether the cache is of e4m3.

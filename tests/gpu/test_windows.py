@@ -21,10 +21,7 @@ from flashinfer_backend.cache.device import KVCache
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.ops import fp8
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 BLOCK_SIZE, MAX_SEQS, MAX_BLOCKS, LAYERS, BLOCKS = 16, 64, 2000, 2, 6000
 COPIED = 4000  # blocks
