@@ -113,6 +113,35 @@ def test_products(shape, format, clip):
         assert wrong <= tokens // 100, f"{tokens} tokens: {wrong} differ, by up to {error.max():.2e}"
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_whole_experts_of_ranks_add_up(format):
+    """As the formats' own products of all; with one expert for a token, of an input times its logit's
+    sigmoid."""
+    from flashinfer_backend.ops import cuda_ops
+
+    experts, groups, hidden, inner = 16, 4, 512, 256
+    gate_up = make_weight("gate_up", experts, 2 * inner, hidden, format)
+    down = make_weight("down", experts, hidden, inner, format)
+    router = Weight("", torch.randn(experts, hidden, device="cuda").bfloat16() * hidden**-0.5)
+    norm = torch.ones(hidden, device="cuda").bfloat16()
+    for tokens, per_token in ((1, 4), (9, 4), (300, 4), (9, 1), (300, 1)):
+        x, scaled = torch.randn(tokens, hidden, device="cuda").bfloat16(), per_token == 1
+        normed = cuda_ops.rms_norm(x, norm, 1e-5)
+        logits = normed.float() @ router.data.float().t()
+        chosen, weights = torch_ops.route(logits, per_token, True)
+        if scaled:
+            normed = normed * logits.amax(-1, keepdim=True).sigmoid().bfloat16()
+        expected = by_formats(normed, chosen, weights, gate_up, down, experts)
+        found = torch.zeros_like(expected)
+        for group in range(groups):
+            parts = router, gate_up.part(group, groups), down.part(group, groups)
+            own = group * experts // groups, experts // groups
+            found += cuda_ops.experts_add(x, norm, 1e-5, *parts, per_token, True, None, None, scaled, own)
+        error = (found - expected).norm(dim=1) / expected.norm(dim=1)
+        wrong = int((error > BOUND[format]).sum())
+        assert wrong <= tokens // 100, f"{tokens} tokens: {wrong} differ, by up to {error.max():.2e}"
+
+
 TABLE = tuned.fallback().experts
 TILES = [(scales, tile) for scales in TABLE for _, tile in tuned.steps(TABLE, scales)]
 OF_SCALES = {"none": "dense", "rows": "fp8_token", "blocks": "fp8_block", "4 bits": "mxfp4"}

@@ -30,8 +30,8 @@ OTHER_TASKS = {
 NOT_COMPUTED = {
     "Deepseek": "latent attention (MLA)",
     "KimiK2": "latent attention (MLA)",
-    "Glm4Moe": "shared experts",
-    "Ernie4_5_Moe": "shared experts",
+    "Glm4Moe": "a router of its own",
+    "Ernie4_5_Moe": "a router of its own",
     "Mamba": "recurrent layers (Mamba)",
     "FalconMamba": "recurrent layers (Mamba)",
     "Nemotron": "recurrent layers (Mamba), or an MLP of its own",
@@ -52,7 +52,7 @@ KEYS_NOT_COMPUTED = {
     "ssm_cfg": "recurrent layers (Mamba)",
     "state_size": "recurrent layers (Mamba)",
     "linear_num_value_heads": "recurrent layers (gated delta net)",
-    "n_shared_experts": "shared experts",
+    "n_shared_experts": "a router of its own",
 }
 LAYERS_NOT_COMPUTED = {"linear_attention", "mamba", "mamba2", "recurrent", "conv"}
 GENERATORS = ("LMHeadModel", "ChatGLMModel")
