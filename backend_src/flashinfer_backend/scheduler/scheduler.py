@@ -27,7 +27,7 @@ from flashinfer_backend.scheduler.request_queue import RequestQueue
 from flashinfer_backend.scheduler.slot_table import SlotTable
 
 NO_UPDATES = NONE.reshape(0, 4)
-NO_ADAPTERS = NONE.reshape(0, 2)
+NO_PAIRS = NONE.reshape(0, 2)
 # How many tokens and requests that wait are looked up in the prefix cache in each step: 8192 tokens take
 # 0.4 ms, of which all but 0.04 are hashing, once. The head, which is next, is looked up whatever its length.
 MOST_LOOKED_UP = 8192, 16
@@ -486,9 +486,9 @@ class Scheduler:
             drafts=wanted,
             following=following,
             recalled=recalled,
-            adapters=np.array(adapters, np.int32) if adapters else NO_ADAPTERS,
-            restored=np.array(restored, np.int32).reshape(-1, 2),
-            saved=np.array(saved, np.int32).reshape(-1, 2),
+            adapters=np.array(adapters, np.int32) if adapters else NO_PAIRS,
+            restored=np.array(restored, np.int32) if restored else NO_PAIRS,
+            saved=np.array(saved, np.int32) if saved else NO_PAIRS,
             adapted=bool(self.config.max_loras) and bool((table.adapter[slots] >= 0).any()),
         )
 
