@@ -170,7 +170,9 @@ def test_an_answer_behind_its_prompt_keeps_its_first_space(name):
     ids = tokenizer.encode("The quick brown fox jumps over the lazy dog").ids
     for n in (1, 2, 3, 9, len(ids) - 1):
         before = [*[tokenizer.token_to_id("<|turn|>")] * 9, *ids[:n]]
-        text = decoder.delta([], before, False) + decoder.delta(decoder.context(before), ids[n:], True)
+        context = decoder.context(before)
+        assert len(context) <= CONTEXT_IDS
+        text = decoder.delta([], before, False) + decoder.delta(context, ids[n:], True)
         assert text == tokenizer.decode(ids)
 
 

@@ -24,9 +24,8 @@ from flashinfer_backend.openai.encodings import MOST_MEMBERS, decompressed
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.model import Model
 from flashinfer_backend.openai.no_effect import NO_EFFECT
-from flashinfer_backend.openai.responses import messages_of
 from flashinfer_backend.openai.sampling import guide_of
-from flashinfer_backend.openai.template import ChatTemplate, plain_messages
+from flashinfer_backend.openai.template import ChatTemplate
 
 DOCS = Path(__file__).parents[2] / "docs" / "openai.md"
 CHAT: Any = {"messages": []}
@@ -115,22 +114,6 @@ def test_an_effort_that_the_template_has_not(
     else:
         add_effort(door, found, effort, "reasoning.effort")
         assert found == variables
-
-
-def test_errors_of_items_name_the_items() -> None:
-    def wrong(items: list[dict[str, Any]]) -> tuple[str, str | None]:
-        with pytest.raises(ApiError) as error:
-            plain_messages(*messages_of(requests.ResponsesRequest(input=items)), field="input")
-        return error.value.message, error.value.param
-
-    parts = [{"type": "input_text", "text": "a"}, {"type": "input_image"}]
-    message, param = wrong([{"role": "user", "content": parts}])
-    assert param == "input[0].content[1]" and message.startswith(param)
-    message, param = wrong([{"role": "user", "content": "a"}, {"role": "robot", "content": "a"}])
-    assert param == "input[1]" and message.startswith("input[1].role")
-    call = {"type": "function_call", "name": "f", "arguments": json.dumps([0] * 70000)}
-    message, param = wrong([call])
-    assert param == "input" and "of all calls in input have" in message
 
 
 MOST = 1000

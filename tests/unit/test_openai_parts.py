@@ -643,11 +643,13 @@ def test_tokens_that_a_request_has_made_itself_are_not_cached_ones() -> None:
     ([{"type": "function_call", "call_id": "1"}], "input[0].name is null; it should be the function's"),
     ([{"role": "oracle", "content": "a"}], "input[0].role is \"oracle\"; it should be one of"),
     ([], "input is empty; it should have at least one item"),
+    ([{"type": "function_call", "name": "f", "arguments": json.dumps([0] * 70000)}],
+     "the arguments of all calls in input have more than"),
 ])  # fmt: skip
 @pytest.mark.parametrize("instructions", [None, "Be brief."])
 def test_errors_name_the_place_in_the_request(items, place, instructions):
     """Not in the messages that the input becomes."""
     body = {"model": "m", "input": items, "instructions": instructions}
     with pytest.raises(ApiError) as error:
-        plain_messages(*messages_of(decode(ResponsesRequest, json.dumps(body).encode())))
-    assert place in str(error.value)
+        plain_messages(*messages_of(decode(ResponsesRequest, json.dumps(body).encode())), field="input")
+    assert place in str(error.value) and str(error.value.param) in place
