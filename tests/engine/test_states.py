@@ -45,6 +45,8 @@ def test_a_chat_goes_on_from_its_last_turn(folder: Path, tmp_path: Path) -> None
     with serve(core, tmp_path) as client:
         (answer,) = client.generate([prompt], longer)
         assert answer[:LONG] == reference(folder, [prompt])[0]
+        status = client.loop.status()
+        assert (status.snapshots, status.snapshots_cached) == (8, 2)
         (again,) = client.generate([prompt], longer)
         assert again == answer and reused(core) == 64
         turn = prompt + answer + [9, 8]

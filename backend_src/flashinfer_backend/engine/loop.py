@@ -341,6 +341,7 @@ class EngineLoop:
         """The engine's state as the metrics show it."""
         scheduler = self.scheduler
         pool = scheduler.kv_manager.pools[0]  # the group that holds the most tokens
+        snapshots = scheduler.kv_manager.snapshots
         prefill_rows, decode_rows, prefill_tokens = self.last_plan if scheduler.running else (0, 0, 0)
         cuda = self.runner.device.type == "cuda"
         # memory_reserved() would flatten and sort all statistics to give this one.
@@ -357,6 +358,8 @@ class EngineLoop:
             longest_seq_len=self.longest_seq_len,
             blocks_used=pool.num_blocks - pool.available,
             blocks_cached=pool.cached,
+            snapshots=0 if snapshots is None else snapshots.num_blocks,
+            snapshots_cached=0 if snapshots is None else snapshots.cached,
             requests_active=len(scheduler.requests) + len(self.preparations),
             requests_waiting=len(scheduler.queue) + len(self.preparations),
             requests_running=len(scheduler.running),

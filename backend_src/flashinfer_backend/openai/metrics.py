@@ -44,6 +44,8 @@ ENGINE = {
     "blocks_total": "Blocks of the KV cache",
     "blocks_used": "Blocks that sequences hold",
     "blocks_cached": "Blocks of the prefix cache that no sequence holds",
+    "snapshots": "Snapshots of states, of models with recurrent layers",
+    "snapshots_cached": "Of these, kept for reuse",
     "preemptions": "Sequences that gave their slot back, since the engine started",
     "cancellations": "Sequences that their clients ended, since the engine started",
     "prompt_tokens": "Prompt tokens since the engine started",
