@@ -104,6 +104,27 @@ def test_responses_have_items_for_reasoning_and_calls(client: openai.OpenAI) -> 
         assert client.responses.create(input=SUM, **more).output_text == READ[effort][1]
 
 
+def test_messages_have_blocks_for_reasoning_and_calls(server: BothDoors) -> None:
+    tools = [
+        {"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]}
+        for tool in CHATS["call"].tools
+    ]
+    asked: dict[str, Any] = {"model": "gpt-oss", "tools": tools, "max_tokens": 80, "temperature": 0.0}
+    status, text = server.openai("/v1/messages", asked | {"messages": RAIN})
+    answer = json.loads(text)
+    assert (status, answer["stop_reason"]) == (200, "tool_use"), answer
+    thinking, call = answer["content"]
+    assert thinking["thinking"] == THOUGHT and call["input"] == json.loads(ARGUMENTS)
+    result = {"type": "tool_result", "tool_use_id": call["id"], "content": "rain"}
+    turns = [
+        *RAIN,
+        {"role": "assistant", "content": answer["content"]},
+        {"role": "user", "content": [result]},
+    ]
+    _, text = server.openai("/v1/messages", asked | {"messages": turns})
+    assert json.loads(text)["content"][-1]["text"] == READ["result"][1]
+
+
 def test_guides(client: openai.OpenAI) -> None:
     """Strict functions leave the reasoning free; an answer that is JSON is a final message from its begin."""
     chat = CHATS["call"]
