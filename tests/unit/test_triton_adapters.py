@@ -25,6 +25,8 @@ FUSED = [
     (21, 512, (64, 64), 12, 16, True, True, False, Tiling(16, 64, 128, stages=2)),
     (30, 512, (128,), 3, 32, False, False, True, Tiling(32, 64, 128, 2, stages=2)),
     (40, 512, (128,), 2, 256, False, False, True, Tiling(64, 32, 128, stages=2, swap=False)),
+    # Gate and up are rows of one module.
+    (18, 512, (128,), 4, 16, True, True, False, Tiling(16, 64, 128, stages=2)),
 ]
 
 

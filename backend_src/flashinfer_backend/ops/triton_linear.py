@@ -130,15 +130,16 @@ def _linear(
     if inner is not None and split == 0:
         # Before the norm's scale, which is also a factor of what adapters add.
         height = 2 * rows if GATED else rows
-        part = (row >= first_end).to(tl.int32) + (row >= second_end).to(tl.int32)
+        # Rows of padding, which have zeros, are of the last part.
+        part = tl.minimum((row >= first_end).to(tl.int32) + (row >= second_end).to(tl.int32), PARTS - 1)
         acc = add_expanded(
             acc, inner, up_adapters, places, distinct, t, n, part, tokens, height, height, PARTS, RANK,
             SPLITS, CHUNK, SWAP,
         )  # fmt: skip
         if GATED:
             up = add_expanded(
-                up, inner, up_adapters, places, distinct, t, rows + n, 1, tokens, height, height, PARTS, RANK,
-                SPLITS, CHUNK, SWAP,
+                up, inner, up_adapters, places, distinct, t, rows + n, PARTS - 1, tokens, height, height,
+                PARTS, RANK, SPLITS, CHUNK, SWAP,
             )  # fmt: skip
     if SWAP:
         acc = acc.T
