@@ -312,7 +312,7 @@ def plan(args: argparse.Namespace, given: set[str], command: str) -> Bench:
 
 
 def _refuse_idle(args: argparse.Namespace, given: set[str]) -> None:
-    """Raises ValueError for an option that would do nothing beside the others."""
+    """Raises ValueError for an option that would do nothing with the others."""
     if args.find_rate:
         if "num_prompts" in given:
             raise ValueError("--num-prompts: a try of --find-rate sends its rate times --try-seconds")

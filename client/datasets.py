@@ -40,7 +40,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Part:
-    """A share of the prompts of `mixed`: its weight beside the other parts', and its two ranges of
+    """A share of the prompts of `mixed`: its weight relative to the other parts', and its two ranges of
     lengths."""
 
     weight: float
@@ -287,7 +287,7 @@ def _all_texts(row: Any, turns: int) -> list[str]:
     return [t for t in texts if isinstance(t, str)] if all(isinstance(t, str) for t in texts) else []
 
 
-# What each kind of data takes beside its number and seed.
+# What each kind of data takes besides its number and seed.
 DATASETS = {
     "random": ("input_range", "output_range"),
     "sharegpt:FILE": ("max_prompt_tokens", "max_total_tokens", "min_tokens"),

@@ -41,7 +41,7 @@ class FlashInferAttention:
     cache's is another.
     max_num_seqs: most rows in a step. max_blocks_per_seq: columns of the block table.
     decode_backend: FlashInfer's "fa2" or "xqa" (blocks of 16, 32, 64 or 128 tokens), the "triton" kernel
-    beside this file, or "auto", which takes what measured faster (docs/notes/performance-notes.md).
+    next to this file, or "auto", which takes what measured faster (docs/notes/performance-notes.md).
     most_drafts: by the number of decode rows of a step, how many drafts each of them checks at most; only the
     Triton kernel checks any.
     copied_blocks: of a cache of e4m3, how many blocks the prompts of a step may read for FA3, which reads

@@ -154,6 +154,6 @@ FIELDS = {
     "TOKENS_BATCH": Bound(1 << 24, all_values=1 << 24, sequences=MOST_IDS, of="ids"),
     "SEQUENCE_LENGTH": Bound(1 << 16, all_values=1 << 16, of="sequences"),
     "CHUNK": Bound(MOST_IDS, all_values=MOST_IDS, of="ids"),
-    # What a Triton request has beside its tensors, as JSON
+    # What a Triton request has besides its tensors, as JSON
     "parameters": Bound(1 << 16, MIB),
 }  # fmt: skip

@@ -92,7 +92,7 @@ class Admission:
         return logits_problem(params, len(prompt), max_new, self._vocab_size, logits_room)
 
     def _late_ids(self, params: SamplingParams, end_id: int) -> list[int]:
-        """What cannot be chosen before min_tokens, beside the end id: what the request says and, where it
+        """What cannot be chosen before min_tokens, besides the end id: what the request says and, where it
         ends with each of the checkpoint's end ids, the others."""
         if not params.min_tokens:
             return []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes a step's output in: which rows still count, what they end with, what stubs are told beside tokens."""
+"""Takes a step's output in: which rows still count, what they end with, what stubs are told with tokens."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def end_grammars(outcome: Outcome, output: StepOutput) -> None:
 def row_reports(
     table: SlotTable, outcome: Outcome, output: StepOutput
 ) -> dict[int, list[protocol.RowReport]]:
-    """What rows asked for beside their tokens, by stub pid.
+    """What rows asked for besides their tokens, by stub pid.
 
     A row without a token (its end id was chosen) has no log probability and no logits, so there are
     as many of them as tokens.

@@ -12,7 +12,7 @@ import math
 
 from flashinfer_backend.core.step import StepPlan
 
-SAFETY_S = 0.0003  # for waking up, beside the host's own time
+SAFETY_S = 0.0003  # for waking up, on top of the host's own time
 TOKENS_PER_CLASS = 8  # decode steps of about as many tokens take about as long
 CLASSES_PER_OCTAVE = 8  # of tokens in steps with prompts: their time per token is alike
 

@@ -196,7 +196,7 @@ def _gptq(config: dict[str, Any]) -> WeightFormat:
 
 
 def _gptq_ignored(config: dict[str, Any]) -> list[str]:
-    """What GPTQ's tools leave out beside ignore lists. GPTQModel's `dynamic` has regular expressions, behind
+    """What GPTQ's tools leave out besides ignore lists. GPTQModel's `dynamic` has regular expressions, behind
     "-:" for modules that stay as they were; modules_in_block_to_quantize lists the others."""
     dynamic = config.get("dynamic") or {}
     if other := [name for name in dynamic if not name.startswith("-:")]:

@@ -181,7 +181,7 @@ def _of_xielu(numbers: Tensor, prefix: str) -> dict[str, Stored]:
 
 
 def _of_delta_net(layer: DeltaLayer, prefix: str) -> dict[str, Stored]:
-    """What fills what a delta net has beside its products."""
+    """What fills what a delta net has besides its products."""
     mixer, size = layer.mixer, layer.mixer.shard.size
     channels, heads = sum(mixer.widths) * size, (mixer.value_heads * size,)
 

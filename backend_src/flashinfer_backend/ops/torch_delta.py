@@ -24,7 +24,7 @@ L2_EPS = 1e-6
 
 
 class DeltaWeights(NamedTuple):
-    """What a layer has beside its products: conv[C, W], a_log, dt_bias[Hv], norm[Dv], and the norm's eps."""
+    """What a layer has besides its products: conv[C, W], a_log, dt_bias[Hv], norm[Dv], and the norm's eps."""
 
     conv: Tensor
     a_log: Tensor

@@ -32,7 +32,7 @@ UNREAD = (
     "postprocessing got no chunk of this stream, so it was ended: its client has left, or has not requested"
     " text_output; request text_output beside the other outputs, or set stream to false"
 )
-# From here on a final response is sent without its flag, which costs a round trip more: nothing beside what
+# From here on a final response is sent without its flag, which costs a round trip more: nothing next to what
 # it takes to copy it.
 LARGE_BYTES = 1 << 16
 MIB = 1 << 20

@@ -39,7 +39,7 @@ from flashinfer_backend.worker.drafting import Drafting, Fed
 
 T = TypeVar("T")
 
-COLUMNS = 5  # int32 words per row of a graph's input, beside attention's and a block of each cache group
+COLUMNS = 5  # int32 words per row of a graph's input, besides attention's and a block of each cache group
 # Numbers of tokens of mixed steps. Beyond the last one the device takes longer than the host, so nothing is
 # gained. Padding costs about 3 % of a step for 16 tokens of 256, so they are dense.
 MIXED_SIZES = [8, 16, 24, 32, 48, *range(64, 512, 16), *range(512, 1025, 32)]
@@ -233,7 +233,7 @@ class DecodeGraphs:
         return next((shape for shape in self._drafted if shape[0] >= rows and shape[1] >= fed), None)
 
     def _words(self, size: int, feeds: int) -> int:
-        """Of an upload, beside attention's."""
+        """Of an upload, besides attention's."""
         return self._columns * size if feeds == 1 else 4 * size * feeds + 2 * size
 
     def _upload(

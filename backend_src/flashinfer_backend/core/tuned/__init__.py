@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers that depend on the GPU: one JSON file a device beside this module, and one for all others.
+"""Numbers that depend on the GPU: one JSON file a device next to this module, and one for all others.
 
 A file holds a `Tuned`. Its name is the device's, as `slug` writes it: nvidia-h200.json is for "NVIDIA H200".
 `python -m flashinfer_backend.tune` measures and writes one; docs/tuning.md tells how. fallback.json is for
@@ -242,7 +242,7 @@ class PromptAttention(_Data, frozen=True):
 
     short_queries: where prompts have fewer on average, FA3's tiles of 128 are wasted, and FA2 is faster once
     there are more tiles than SMs. few_tiles, long_prefix: fewer tiles over more tokens leave SMs idle, so FA2
-    splits them. serial_tokens: a step of more has its decode rows beside its prompts; up to so many, products
+    splits them. serial_tokens: a step of more has its decode rows next to its prompts; up to that, products
     start before the kernel before them has ended, which works along one stream only.
 
     Over a cache of e4m3, FA3 reads copies in 16 bits. copied_queries: the fewest queries, on average over the
