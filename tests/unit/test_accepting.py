@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.serving import generation
 from flashinfer_backend.transport.endpoint import ENGINE_DOWN, EngineDown
 from flashinfer_backend.triton_server import llm
+from flashinfer_backend.triton_server.adapters import TaskThread
 from flashinfer_backend.triton_server.llm import TritonPythonModel
 from flashinfer_backend.triton_server.requests import Limits
 from flashinfer_backend.triton_server.sequence import OpenRequest
@@ -47,21 +49,37 @@ def execute(
     """The error of a request. submit: the engines', as far as it is about a sequence."""
     counts = Counts()
     bench.responder.metrics = counts  # type: ignore[assignment]
+    model, sender = make_model(bench, folder, submit), Sender()
+    try:
+        model.execute([request(sender, inputs)])
+    finally:
+        model._standstill.close()
+    ((_, _, error),) = sender.sent
+    assert error is not None and not bench.responder.open_requests()
+    return error, counts
+
+
+def make_model(bench: Bench, folder: Path, submit: Callable[[Any], int]) -> TritonPythonModel:
     model = TritonPythonModel()
     model._pb = bench.responder._pb
-    model._adapters = None
+    model._adapters = model._storing = None
+    model._submitting = threading.Lock()
     model._responder, model._limits = bench.responder, Limits(vocab_size=100, max_input_len=100)
     model._engines = SimpleNamespace(  # type: ignore[assignment]
         submit=lambda sequence, *_: submit(sequence)
     )
     model._tokenizer_folder, model._skip_special_tokens = folder, True
+    model._standstill = Standstill(folder / "runs" / "processes")
+    return model
+
+
+def request(sender: Sender, inputs: dict[str, np.ndarray]) -> SimpleNamespace:
     tensors = {
         "input_ids": np.array([[1, 2]], np.int32),
         "input_lengths": np.array([[2]], np.int32),
         "request_output_len": np.array([[4]], np.int32),
     } | inputs
-    sender = Sender()
-    request = SimpleNamespace(
+    return SimpleNamespace(
         inputs=lambda: [
             SimpleNamespace(name=lambda name=name: name, as_numpy=lambda value=value: value)
             for name, value in tensors.items()
@@ -72,14 +90,42 @@ def execute(
         request_id=lambda: "",
         requested_output_names=lambda: list(OUTPUTS - {"chunk"}),
     )
-    model._standstill = Standstill(folder / "runs" / "processes")
-    try:
-        model.execute([request])
-    finally:
-        model._standstill.close()
-    ((_, _, error),) = sender.sent
-    assert error is not None and not bench.responder.open_requests()
-    return error, counts
+
+
+def test_weights_of_adapters_are_stored_next_to_other_requests(bench: Bench, tmp_path: Path) -> None:
+    """A request with the same task id comes behind them."""
+    submitted: list[str] = []
+    stored, going_on = threading.Event(), threading.Event()
+
+    def submit(sequence: Any) -> int:
+        submitted.append(sequence.row.params.adapter)
+        raise EngineDown(ENGINE_DOWN)
+
+    def keep_task(number: int, *_: Any) -> str:
+        going_on.wait(TIMEOUT_S)
+        stored.set()
+        return f"stored {number}"
+
+    def task(number: int) -> str:
+        assert number != 7 or stored.is_set()
+        return f"task {number}"
+
+    bench.responder.metrics = Counts()  # type: ignore[assignment]
+    model, senders = make_model(bench, tmp_path, submit), [Sender() for _ in range(5)]
+    model._adapters = SimpleNamespace(keep_task=keep_task, task=task)  # type: ignore[assignment]
+    model._storing = TaskThread(100)
+    sent = {
+        "lora_weights": np.zeros((1, 1, 30), np.float16), "lora_config": np.zeros((1, 1, 3), np.int32),
+    }  # fmt: skip
+    ids = [{"lora_task_id": np.array([[number]], np.uint64)} for number in (7, 7, 8, 9)]
+    asked = [ids[0] | sent, ids[1], ids[2], {}, ids[3] | sent]
+    model.execute([request(*each) for each in zip(senders, asked, strict=True)])
+    assert submitted == ["task 8", ""]
+    assert "60 of other adapters wait" in senders[4].sent[0][2].message
+    going_on.set()
+    model._storing.close()
+    model._standstill.close()
+    assert submitted == ["task 8", "", "stored 7", "task 7"]
 
 
 def engines_for(sequences: int) -> Callable[[Any], int]:

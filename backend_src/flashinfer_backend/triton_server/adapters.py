@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -11,6 +14,49 @@ from flashinfer_backend.core.values import shown, some
 from flashinfer_backend.serving.adapters import AdapterNames
 
 INPUTS = ("lora_task_id", "lora_weights", "lora_config")
+
+
+class TaskThread:
+    """Takes requests with an adapter's weights, so that others do not wait while these are stored. Later
+    requests of the same task id, and stops, stay behind them."""
+
+    def __init__(self, most_bytes: int) -> None:
+        """most_bytes: of the weights that wait, if those of several requests do."""
+        self._most_bytes, self._thread = most_bytes, ThreadPoolExecutor(1, "adapters")
+        self._lock = threading.Lock()  # guards all below
+        self._ids: Counter[int] = Counter()  # of the requests here
+        self._bytes = 0
+
+    def takes(self, tensors: Mapping[str, np.ndarray], stops: bool, accept: Callable[[], None]) -> bool:
+        """Whether a request is for this thread, which then calls `accept`. stops: whether it stops another
+        one. Raises ValueError where too much waits."""
+        ids = tensors["lora_task_id"].reshape(-1).tolist() if "lora_task_id" in tensors else []
+        size = tensors["lora_weights"].nbytes if "lora_weights" in tensors else 0
+        with self._lock:
+            behind = bool(self._ids) and (stops or any(number in self._ids for number in ids))
+            if not behind and not (ids and size):
+                return False
+            if self._bytes and self._bytes + size > self._most_bytes:
+                raise ValueError(
+                    f"lora_weights has {size} bytes, and {self._bytes} of other adapters wait to be stored;"
+                    f" together they should have at most {self._most_bytes} (the knob"
+                    " lora_cache_host_memory_bytes). Send the request again later"
+                )
+            self._ids.update(ids)
+            self._bytes += size
+        self._thread.submit(self._run, ids, size, accept)
+        return True
+
+    def _run(self, ids: list[int], size: int, accept: Callable[[], None]) -> None:
+        try:
+            accept()
+        finally:
+            with self._lock:
+                self._ids -= Counter(ids)
+                self._bytes -= size
+
+    def close(self) -> None:
+        self._thread.shutdown()
 
 
 def chosen_adapters(

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
 
@@ -23,6 +26,7 @@ from flashinfer_backend.transport.doors import read_doors
 from flashinfer_backend.transport.endpoint import LEADS, EngineDown
 from flashinfer_backend.transport.keeper import Keeper
 from flashinfer_backend.transport.seen import SeenTable
+from flashinfer_backend.triton_server.adapters import TaskThread
 from flashinfer_backend.triton_server.bounds import check_json_logits
 from flashinfer_backend.triton_server.metrics import Metrics
 from flashinfer_backend.triton_server.outputs import Place, refuse_unmapped
@@ -33,7 +37,7 @@ from flashinfer_backend.triton_server.parameters import (
     read_parameters,
 )
 from flashinfer_backend.triton_server.request_parameters import read_request_parameters
-from flashinfer_backend.triton_server.requests import Limits, is_stop, parse_request
+from flashinfer_backend.triton_server.requests import Limits, Tensors, is_stop, parse_request
 from flashinfer_backend.triton_server.responder import Responder
 from flashinfer_backend.triton_server.sequence import Sequence, of_ensemble
 from flashinfer_backend.triton_server.standstill import Standstill
@@ -65,6 +69,8 @@ class TritonPythonModel:
         json_logits_mib = number_parameter(self._parameters, "max_json_logits_mib", 16) if by_serve else 0
         folder = run_dir(owner, self._name)
         self._adapters = AdapterNames(config, folder) if config.max_loras else None
+        self._storing = TaskThread(config.lora_cache_host_memory_bytes) if config.max_loras else None
+        self._submitting = threading.Lock()  # the order of sequences, and which engines they go to
         self._responder = Responder(pb_utils)
         self._engines = self._responder.engines = Engines(
             folder, config.replicas, Keeper(folder, owner, config, stays=by_serve),
@@ -112,6 +118,8 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         """Leaves the engines, which end with the last instance."""
+        if self._storing is not None:
+            self._storing.close()
         self._standstill.close()
         self._watch.close()
         self._responder.seen.close()
@@ -121,8 +129,20 @@ class TritonPythonModel:
 
     def _execute(self, request: Any) -> None:
         sender = request.get_response_sender()
+        with self._errors_to(sender):
+            tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+            accept = partial(self._accept_later, request, tensors, sender)
+            if self._storing is None or not self._storing.takes(tensors, is_stop(tensors), accept):
+                self._accept(request, tensors, sender)
+
+    def _accept_later(self, request: Any, tensors: Tensors, sender: Any) -> None:
+        with self._errors_to(sender):
+            self._accept(request, tensors, sender)
+
+    @contextmanager
+    def _errors_to(self, sender: Any) -> Iterator[None]:
         try:
-            self._accept(request, sender)
+            yield
         except ValueError as error:
             # TensorRT-LLM's backend answers every mistake with INTERNAL; so does this one, everywhere.
             self._responder.refuse(sender, str(error), self._pb.TritonError.INTERNAL)
@@ -130,8 +150,7 @@ class TritonPythonModel:
             traceback.print_exc()
             self._responder.refuse(sender, f"internal error: {error}", self._pb.TritonError.INTERNAL)
 
-    def _accept(self, request: Any, sender: Any) -> None:
-        tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+    def _accept(self, request: Any, tensors: Tensors, sender: Any) -> None:
         if is_stop(tensors):
             self._stop(request, sender)
             return
@@ -154,7 +173,8 @@ class TritonPythonModel:
                 opened.sequences.append(Sequence(opened, row, place, schedule))
         opened.remaining = len(opened.sequences)
         try:
-            self._submit(opened.sequences)
+            with self._submitting:
+                self._submit(opened.sequences)
         except EngineDown as error:
             self._responder.drop(opened, str(error), self._pb.TritonError.UNAVAILABLE)
         except Exception as error:  # what is open is looked after until it is dropped
