@@ -328,7 +328,7 @@ def test_the_tokenizers_end_id_is_read_from_its_files(tmp_path, kind, token):
 
 
 def test_a_call_of_harmony_ends_a_text_as_well(tmp_path):
-    backend = small_tokenizers.byte_level()
+    backend = Tokenizer.from_str(small_tokenizers.byte_level().to_str())  # others have it as it is
     backend.add_special_tokens(["<|return|>", "<|call|>"])
     backend.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|return|>"}))
