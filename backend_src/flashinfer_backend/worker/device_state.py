@@ -257,13 +257,9 @@ class DeviceState:
             tokens[given.stop : count] = known[own, place]
             positions[given.stop : count] = place + self.lengths[own]
         inputs = self.ops.step_inputs(
-            slots,
-            self.last_token,
-            self.lengths,
-            self.block_table,
-            self.block_size,
+            slots, self.last_token, self.lengths, self.block_table, self.block_size,
             given=(tokens, positions, plan.num_last),
-        )
+        )  # fmt: skip
         self.note_fed_lengths()
         return self._of_all_groups(inputs, slots), slots, uploaded[3 * size :]
 

@@ -32,13 +32,10 @@ class Fed(NamedTuple):
     def cut(self, tokens: int) -> Fed:
         """The same of the first `tokens`: attention that is not captured takes no padding."""
         return Fed(
-            self.tokens[:tokens],
-            self.slots[:tokens],
-            self.positions[:tokens],
-            self.cache_locations[..., :tokens],
-            self.attention,
+            self.tokens[:tokens], self.slots[:tokens], self.positions[:tokens],
+            self.cache_locations[..., :tokens], self.attention,
             None if self.hidden is None else self.hidden[:tokens],
-        )
+        )  # fmt: skip
 
 
 class Drafting:

@@ -277,16 +277,10 @@ class Config:
                 for name, module, size in modules
             )
         return FullAttention(
-            heads,
-            kv_heads,
-            head_dim,
-            found,
+            heads, kv_heads, head_dim, found,
             Product("qkv", tuple(qkv), "rows", "qkv", grain=head_dim, bias=bias),
-            Product("o", (o,), "columns", "o", bias=o_bias),
-            qk_norm,
-            norms,
-            gated=gated,
-        )
+            Product("o", (o,), "columns", "o", bias=o_bias), qk_norm, norms, gated=gated,
+        )  # fmt: skip
 
     def delta_net(self, fused: bool) -> DeltaNet:
         """Of a layer of linear attention. fused: queries, keys, values and gate are one matrix, as are betas
@@ -315,15 +309,10 @@ class Config:
             ]
         first, second = (tuple(each) for each in sources)
         return DeltaNet(
-            keys,
-            values,
-            key_dim,
-            value_dim,
-            kernel,
-            Product("qkvz", first, "rows", "qkv"),
+            keys, values, key_dim, value_dim, kernel, Product("qkvz", first, "rows", "qkv"),
             Product("ba", second, "rows", ""),
             Product("o", (whole("linear_attn.out_proj", hidden, values * value_dim),), "columns", "o"),
-        )
+        )  # fmt: skip
 
     def gated(
         self,
