@@ -79,11 +79,14 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return model, [make_adapter(model, folder / str(i), form, i) for i, form in enumerate(forms)]
 
 
-def merged(model_dir: Path, adapter: Path | None, prompts: list[list[int]], count: int) -> list[list[int]]:
-    """Greedy ids of transformers, with the adapter merged into the weights."""
+def merged(
+    model_dir: Path, adapter: Path | None, prompts: list[list[int]], count: int, merge: bool = True
+) -> list[list[int]]:
+    """Greedy ids of transformers, with the adapter merged into the weights, or next to them."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     if adapter is not None:
-        model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+        model = PeftModel.from_pretrained(model, adapter)
+        model = model.merge_and_unload() if merge else model.base_model.model
     model.generation_config.stop_strings = None
     found = []
     for prompt in prompts:
@@ -149,6 +152,33 @@ def test_with_other_features(settings: dict[str, Any], made: tuple[Path, list[Pa
     core = start_core(model, max_seq_len=160, **ADAPTERS, **plain)
     with serve(core, tmp_path / "alone") as client:
         assert found == [client.generate([p], [a])[0] for p, a in zip(prompts, each, strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama-tied", "gemma3"])
+def test_embedding_and_head(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, on two ranks, and refused where there is no room. Tied weights are two for adapters."""
+    model = make_checkpoint(kind, tmp_path / "model")
+    targets = [["embed_tokens", "lm_head"], ["embed_tokens", "down_proj"], ["lm_head", "q_proj"]]
+    adapters = [
+        make_adapter(model, tmp_path / str(i), {"r": 4, "lora_alpha": 16, "target_modules": each, **tied}, i)
+        for i, each in enumerate(targets)
+        for tied in ({"ensure_weight_tying": True} if kind == "llama-tied" and i == 2 else {},)
+    ]
+    prompts, chosen = make_prompts(3), [None, *adapters]
+    expected = [merged(model, each, prompts, 24, merge=False) for each in chosen]
+    assert len({json.dumps(ids) for ids in expected}) == len(chosen), "the adapters change too little"
+    settings = {"max_seq_len": 160, "max_loras": 3, "lora_vocabulary": True}
+    for ranks in (1, 2):
+        core = start_ranks(model, ranks, monkeypatch, **settings)
+        with serve(core, tmp_path / f"{ranks}") as client:
+            each = [asks(adapter) for _ in prompts for adapter in chosen]
+            found = client.generate([prompt for prompt in prompts for _ in chosen], each)
+            assert [found[number :: len(chosen)] for number in range(len(chosen))] == expected
+        core.close()
+    with serve(start_core(model, max_seq_len=160, max_loras=1), tmp_path / "none") as client:
+        refused = client.submit(prompts[0], asks(adapters[0]))
+        client.wait([refused])
+        assert "the knob lora_vocabulary is off" in client.failure[refused].message
 
 
 def test_ranks_have_their_shares(made: tuple[Path, list[Path]], tmp_path: Path, monkeypatch: Any) -> None:

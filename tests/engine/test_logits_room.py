@@ -231,7 +231,7 @@ def test_context_logits_are_computed_into_one_array(rows: int, monkeypatch: pyte
     weight = torch.randn(8, 50).bfloat16()
 
     class Model:
-        logits = staticmethod(lambda part: part @ weight)
+        logits = staticmethod(lambda part, chosen: part @ weight)
 
     found = logprobs.context_logits(Model(), hidden)  # type: ignore[arg-type]
     assert found.dtype == np.float32

@@ -160,10 +160,10 @@ def test_context_logits_that_fail_on_one_rank_end_the_step(rank, tmp_path, monke
     """A rank that goes on without them takes the other's next exchange for another one."""
     core = start_ranks(make_checkpoint("llama", tmp_path / "model"), 2, monkeypatch)
 
-    def failing(model: Transformer, hidden: torch.Tensor) -> np.ndarray:
+    def failing(model: Transformer, hidden: torch.Tensor, chosen: None) -> np.ndarray:
         if model.collectives.shard.rank == rank:
             raise MemoryError("no room")
-        return context_logits(model, hidden)
+        return context_logits(model, hidden, chosen)
 
     monkeypatch.setattr("flashinfer_backend.worker.runner.context_logits", failing)
     plan = prompt_plan(slot=0, length=1)

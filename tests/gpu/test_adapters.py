@@ -20,7 +20,7 @@ from engine.test_generate import make_prompts
 from flashinfer_backend.ops import torch_ops
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
-from test_triton_adapters import FUSED, SHAPES, Sample, check, check_fused, close
+from test_triton_adapters import FUSED, SHAPES, Sample, check, check_embedded, check_fused, close
 
 pytestmark = pytest.mark.gpu
 # 8B's shapes: decodes, prompts, and a large rank.
@@ -42,6 +42,11 @@ def test_products_add_what_torch_adds(case: tuple[Any, ...]) -> None:
     check_fused(*case, "cuda", torch.bfloat16)
 
 
+@pytest.mark.parametrize("tokens", [1, 700])
+def test_embeddings_add_what_torch_adds(tokens: int) -> None:
+    check_embedded(3 * tokens, "cuda", torch.bfloat16)
+
+
 @pytest.mark.parametrize("rank", [16, 64])
 @pytest.mark.parametrize("tokens", [1, 7, 32, 64, 200, 700])
 def test_operations_of_an_8b_model(tokens: int, rank: int) -> None:
@@ -52,12 +57,13 @@ def test_operations_of_an_8b_model(tokens: int, rank: int) -> None:
         ("qkv", 4096, (4096, 1024, 1024)),
         ("gate_up", 4096, (14336, 14336)),
         ("down", 14336, (4096,)),
+        ("head", 4096, (32000,)),
     ):
         own = Sample(tokens, columns, rows, 8, rank, "cuda", torch.bfloat16, role)
         chosen = cuda_ops.group_adapters(own.places, 8)
 
         def computed(ops: Any, own: Sample = own, chosen: Any = chosen, role: str = role) -> torch.Tensor:
-            if role == "qkv":
+            if role in ("qkv", "head"):
                 return ops.norm_linear(own.x, own.norm, 1e-5, own.weight, None, chosen=chosen)
             if role == "gate_up":
                 return ops.norm_gate_up_silu(own.x, own.norm, 1e-5, own.weight, chosen)
@@ -75,7 +81,8 @@ def test_steps_with_and_without_adapters(tmp_path: Path) -> None:
     """Graphs compute what steps without them do. Rows without an adapter have the model's own tokens."""
     sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128}
     model = make_checkpoint("llama", tmp_path / "model", intermediate_size=1024, **sizes)
-    adapters = [make_adapter(model, tmp_path / str(i), form, i) for i, form in enumerate(FORMS[:2])]
+    whole = {**FORMS[1], "target_modules": [*FORMS[1]["target_modules"], "embed_tokens", "lm_head"]}
+    adapters = [make_adapter(model, tmp_path / str(i), form, i) for i, form in enumerate([FORMS[0], whole])]
     prompts = make_prompts(6)
     each = [asks(None), asks(adapters[0]), asks(adapters[1])] * 2
     found = []
@@ -85,6 +92,7 @@ def test_steps_with_and_without_adapters(tmp_path: Path) -> None:
             "dtype": "bfloat16",
             "cuda_graph_batch_sizes": graphs,
             "max_loras": room,
+            "lora_vocabulary": room > 0,
         }
         core = start_core(model, max_seq_len=256, **settings)
         with serve(core, tmp_path / f"{graphs}{room}") as client:

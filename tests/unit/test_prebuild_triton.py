@@ -453,7 +453,7 @@ def test_what_products_of_4_bits_compile():
 def test_products_with_adapters_fit_the_shared_memory():
     """What adapters add is behind a pipeline that takes most of it. Those with tiles of 64 tokens, which take
     the most."""
-    config = replace(CONFIG, max_loras=8, max_lora_rank=64)
+    config = replace(CONFIG, max_loras=8, max_lora_rank=64, lora_vocabulary=True)
     numbers = tuned.load("NVIDIA H200")
     assert numbers is not None
     with device.use(numbers):

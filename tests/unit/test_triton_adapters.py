@@ -9,7 +9,7 @@ from interpreted import interpreted
 
 from flashinfer_backend.core.tuned import Tiling
 from flashinfer_backend.ops import torch_ops
-from flashinfer_backend.ops.weight import Chosen, LowRank, Weight
+from flashinfer_backend.ops.weight import Added, Chosen, LowRank, Weight
 
 # Tokens, columns of x, rows of the product's modules, places, rank.
 SHAPES = [
@@ -120,6 +120,26 @@ def check_fused(
     assert (computed(own.chosen) - computed(None)).abs().max() > 1, "the adapters add too little"
 
 
+def check_embedded(tokens: int, where: str, dtype: torch.dtype) -> None:
+    """Of embeddings; every third id is another rank's."""
+    from flashinfer_backend.ops import triton_adapters
+
+    own = Sample(tokens, 500, (96,), 3, 16, where, dtype)
+    ids = (torch.arange(tokens, device=where) * 7 % 500).int()
+    ids[::3] = -1
+    hidden = own.residual.clone()
+    wanted = torch_ops.add_embedded(own.residual, ids, own.low, own.chosen)
+    if where == "cpu":
+        inner = torch_ops.embedded_down(ids, own.low, own.chosen).float().view(1, tokens, 1, -1)
+        found = triton_adapters.expand(hidden.clone(), Added(inner, own.low, own.chosen), native=False)
+    else:
+        from flashinfer_backend.ops import cuda_ops
+
+        found = cuda_ops.add_embedded(hidden.clone(), ids, own.low, own.chosen)
+    close(found, wanted, dtype)
+    assert torch.equal(found[::3], hidden[::3]) and not torch.equal(found, hidden)
+
+
 def close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
     error = (found.double() - wanted.double()).norm() / wanted.double().norm()
     assert error < {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}[dtype], error
@@ -134,3 +154,4 @@ if __name__ == "__main__":
         check(*shape, "cpu", torch.float32)
     for case in FUSED:
         check_fused(*case, "cpu", torch.float16)
+    check_embedded(40, "cpu", torch.float32)

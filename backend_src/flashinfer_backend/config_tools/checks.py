@@ -69,7 +69,10 @@ def _check_adapters(values: dict[str, str], model: ModelSpec | None, problems: l
         return
     for entry in values["lora_modules"].split(","):
         try:
-            read_adapter(Path(entry.partition("=")[2]), model, int(values["max_lora_rank"]))
+            read_adapter(
+                Path(entry.partition("=")[2]), model, int(values["max_lora_rank"]),
+                values["lora_vocabulary"] == "true",
+            )  # fmt: skip
         except AdapterError as error:
             problems.append(f"lora_modules={entry}: {error}")
 

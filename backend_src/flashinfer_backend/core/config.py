@@ -87,6 +87,9 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     )] = "none"
     max_lora_rank: Annotated[int, Setting(
         "the largest rank of an adapter; room on the GPU grows with it", low=1, high=256)] = 16
+    lora_vocabulary: Annotated[bool, Setting(
+        "room on the GPU for adapters of the embedding and the output head (embed_tokens, lm_head), which"
+        " have a row for each token")] = False
     lora_cache_host_memory_bytes: Annotated[int, Setting(
         "bytes of adapters that are kept in host memory once they were read, the latest ones",
         high=2**62)] = 1 << 30
@@ -358,6 +361,8 @@ def contradictions(config: EngineConfig, longest_seq_len: int) -> list[str]:
         problems.append(f"profile_dir={config.profile_dir} should be an absolute path, or none")
     if config.lora_modules != "none" and not config.max_loras:
         problems.append("lora_modules needs max_loras, the number of adapters that have room on the GPU")
+    if config.lora_vocabulary and not config.max_loras:
+        problems.append("lora_vocabulary needs max_loras, the number of adapters that have room on the GPU")
     return problems + _draft_contradictions(config) + device_contradictions(config)
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from flashinfer_backend.models.adapters import Adapter, AdapterError, changed
+from flashinfer_backend.models.adapters import VOCABULARY, Adapter, AdapterError, changed
 from flashinfer_backend.models.spec import Product
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import centred
@@ -70,13 +70,23 @@ class AdapterPlaces:
     """Room for `count` adapters of ranks up to `most_rank` in a model's weights. Steps name a place. What a
     place holds can be replaced at any time while no step names it."""
 
-    def __init__(self, model: Transformer, count: int, most_rank: int) -> None:
-        self._model, self.count = model, count
+    def __init__(self, model: Transformer, count: int, most_rank: int, vocabulary: bool = False) -> None:
+        """vocabulary: also in its embedding and head."""
+        self.count = count
         self._stream = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
-        for layer in model.layers:
+        self._rooms: dict[tuple[int, str], LowRank] = {}
+        for number, layer in enumerate(model.layers):
             for product in layer.spec.adaptable:
                 weight: Weight = getattr(layer, product.name)
                 weight.adapters = room(product, count, most_rank, model.dtype, model.device)
+                self._rooms[number, product.name] = weight.adapters
+        for product in model.spec.vocabulary if vocabulary else ():
+            own = room(product, count, most_rank, model.dtype, model.device)
+            self._rooms[VOCABULARY, product.name] = own
+            if product.name == "lm_head":
+                model.lm_head.adapters = own
+            else:
+                model.embedding_adapters = own
 
     @torch.inference_mode()
     def install(self, place: int, weights: AdapterWeights, after: torch.cuda.Event | None = None) -> None:
@@ -85,13 +95,11 @@ class AdapterPlaces:
         with torch.cuda.stream(self._stream):  # None: no GPU
             if after is not None:
                 after.wait()
-            for layer in self._model.layers:
-                for product in layer.spec.adaptable:
-                    adapters = getattr(layer, product.name).adapters
-                    adapters.down[place].zero_()
-                    adapters.up[place].zero_()
+            for adapters in self._rooms.values():
+                adapters.down[place].zero_()
+                adapters.up[place].zero_()
             for piece, (down, up) in zip(weights.adapter.pieces, weights.values, strict=True):
-                adapters = getattr(self._model.layers[piece.layer], piece.product).adapters
+                adapters = self._rooms[piece.layer, piece.product]
                 rank = len(down)
                 adapters.down[place, piece.part, :rank].copy_(down, non_blocking=True)
                 adapters.up[place, piece.rows, :rank].copy_(up, non_blocking=True)

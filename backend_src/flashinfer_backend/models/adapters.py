@@ -24,6 +24,7 @@ from flashinfer_backend.models.checkpoint_kind import ADAPTER_CONFIG
 from flashinfer_backend.models.safetensors_file import state
 from flashinfer_backend.models.spec import ModelSpec, Product, Source
 
+VOCABULARY = -1  # in place of a layer's number
 WEIGHTS = "adapter_model.safetensors"
 MOST_CONFIG = 1 << 20  # bytes of adapter_config.json
 PATTERNS_S = 2.0  # for which the patterns of one adapter are compared with its modules
@@ -65,7 +66,8 @@ _TOLD = {
 _CHANGED_BASES = "pissa", "olora", "loftq", "corda", "lora_ga"
 # Of alpha_pattern: names, which take no time to compare.
 _NAME_PATTERN = re.compile(r"(?:[\w.-]|\\[.-])*")
-_TENSOR = re.compile(r"(.+)\.lora_([AB])\.weight")
+_TENSOR = re.compile(r"(.+)\.lora_(?:([AB])\.weight|embedding_([AB]))")
+_COPY = ".base_layer.weight"  # the model's own, which PEFT saves next to adapters of the vocabulary
 
 
 class AdapterError(ValueError):
@@ -106,9 +108,10 @@ class Adapter(NamedTuple):
         return self.folder / WEIGHTS
 
 
-def read_adapter(folder: Path, spec: ModelSpec, most_rank: int) -> Adapter:
+def read_adapter(folder: Path, spec: ModelSpec, most_rank: int, vocabulary: bool = False) -> Adapter:
     """Of a folder with adapter_config.json and adapter_model.safetensors, what a rank's share `spec` of the
-    model takes. Raises AdapterError."""
+    model takes. vocabulary: whether it can have matrices of the embedding and the head. Raises
+    AdapterError."""
     path = folder / WEIGHTS
     try:
         found_state = adapter_state(folder)
@@ -126,9 +129,10 @@ def read_adapter(folder: Path, spec: ModelSpec, most_rank: int) -> Adapter:
         ) from None
     except (OSError, SafetensorError) as error:
         raise AdapterError(f"{path} cannot be read: {error}") from None
-    places, pieces, rank = _places(spec), [], 0
-    for module, shapes in _modules(folder, tensors).items():
-        found = places.get(spec.known_name(module))
+    places, pieces, rank = _places(spec, vocabulary), [], 0
+    for module, named in _modules(folder, _without_copies(folder, spec, tensors)).items():
+        shapes = {letter: shape for letter, (_, shape) in named.items()}
+        found = places.get(_known(spec, module))
         if found is None:
             raise AdapterError(_no_place(folder, module, spec))
         down, up, whole = shapes["A"], shapes["B"], found[0][3].part.whole
@@ -144,7 +148,7 @@ def read_adapter(folder: Path, spec: ModelSpec, most_rank: int) -> Adapter:
             )
         rank = max(rank, own)
         scale = alphas.of(module) / (math.sqrt(own) if config.get("use_rslora") else own)
-        names = [f"{PREFIX}{module}.lora_{letter}.weight" for letter in "AB"]
+        names = [named[letter][0] for letter in "AB"]
         for layer, product, part, source, rows in found:
             place, times = (layer, product.name, part, rows, source), scale * product.scale
             pieces.append(Piece(*place, names[0], names[1], times, product.centred))
@@ -248,18 +252,41 @@ def _number(path: Path, value: Any) -> float:
     raise AdapterError(f"{path} has lora_alpha {shown(value)}; it should be a finite number")
 
 
-def _modules(folder: Path, tensors: Mapping[str, tuple[int, ...]]) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Module of the model -> shapes of its two matrices. tensors: shapes by name."""
-    modules: dict[str, dict[str, tuple[int, ...]]] = {}
+def _without_copies(
+    folder: Path, spec: ModelSpec, tensors: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """tensors without the model's own."""
+    kept, own = {}, {spec.embedding.modules[0], spec.head.modules[0]}
+    for name, shape in tensors.items():
+        module = name.removeprefix(PREFIX).removesuffix(_COPY)
+        if not name.endswith(_COPY) or _known(spec, module) not in own:
+            kept[name] = shape
+        elif shape != (spec.vocab_size, spec.hidden_size):
+            raise AdapterError(
+                f"{folder} was made for another vocabulary: {name} is {list(shape)}, where this model has"
+                f" [{spec.vocab_size}, {spec.hidden_size}]"
+            )
+    return kept
+
+
+def _known(spec: ModelSpec, module: str) -> str:
+    return spec.known_name(f"{module}.").removesuffix(".")
+
+
+def _modules(
+    folder: Path, tensors: Mapping[str, tuple[int, ...]]
+) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
+    """Module of the model -> names and shapes of its two matrices. tensors: shapes by name."""
+    modules: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
     for name, shape in tensors.items():
         found = _TENSOR.fullmatch(name.removeprefix(PREFIX))
         if found is None or not name.startswith(PREFIX):
             raise AdapterError(
                 f"{folder} has the tensor {name}; {_WHY.get(name.rpartition('.')[2], _WHY[''])}"
             )
-        modules.setdefault(found[1], {})[found[2]] = shape
-    for module, shapes in modules.items():
-        if len(shapes) < 2:
+        modules.setdefault(found[1], {})[found[2] or found[3]] = name, shape
+    for module, named in modules.items():
+        if len(named) < 2:
             raise AdapterError(f"{folder} has one matrix of {module}; it should have lora_A and lora_B")
     if not modules:
         raise AdapterError(f"{folder / WEIGHTS} is empty")
@@ -267,15 +294,14 @@ def _modules(folder: Path, tensors: Mapping[str, tuple[int, ...]]) -> dict[str, 
 
 
 _WHY = {
-    "": "only lora_A and lora_B of modules of the model's layers are supported",
-    "lora_embedding_A": "adapters of embeddings are not supported; train it without embed_tokens",
-    "lora_embedding_B": "adapters of embeddings are not supported; train it without embed_tokens",
+    "": "only lora_A and lora_B of modules are supported",
     "lora_magnitude_vector": "DoRA is not supported; merge the adapter",
 }
 
 
-def _places(spec: ModelSpec) -> dict[str, list[tuple[int, Product, int, Source, slice]]]:
-    """Module -> layer, product, part, source and rows, of each product that has rows of it."""
+def _places(spec: ModelSpec, vocabulary: bool) -> dict[str, list[tuple[int, Product, int, Source, slice]]]:
+    """Module -> layer, product, part, source and rows, of each product that has rows of it.
+    The vocabulary's are of layer VOCABULARY."""
     places: dict[str, list[tuple[int, Product, int, Source, slice]]] = {}
     for index, layer in enumerate(spec.layers):
         for product in layer.adaptable:
@@ -285,12 +311,18 @@ def _places(spec: ModelSpec) -> dict[str, list[tuple[int, Product, int, Source, 
                     rows = slice(start, start := start + source.rows)
                     place = index, product, part, source, rows
                     places.setdefault(f"{layer.prefix}.{source.module}", []).append(place)
+    for product in spec.vocabulary if vocabulary else ():
+        (source,) = product.sources
+        place = VOCABULARY, product, 0, source, slice(0, source.rows)
+        places[source.module] = [place]
     return places
 
 
 def _no_place(folder: Path, module: str, spec: ModelSpec) -> str:
     known = sorted({source.module for layer in spec.layers for p in layer.adaptable for source in p.sources})
     why = "experts have no adapters" if "experts" in module else "this model has no such module for adapters"
+    if any(_known(spec, module) in product.modules for product in spec.vocabulary):
+        why = "the knob lora_vocabulary is off, which makes room for it"
     return (
         f"{folder} has an adapter of {module}: {why}; those that can have one are {some(known)} of its layers"
     )

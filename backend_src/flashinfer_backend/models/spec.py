@@ -683,6 +683,17 @@ class ModelSpec:
         return Product(name, (Source(module, part),), "rows", role, padding=count - (last - first))
 
     @property
+    def vocabulary(self) -> tuple[Product, ...]:
+        """What adapters of the vocabulary add to: the embedding, as a product of tokens' unit vectors, and
+        the head, where its logits are read."""
+        (source,) = self.embedding.sources
+        (rows, columns), own, every = source.part
+        embedding = Source(source.module, Part((columns, rows), every, own))
+        looked_up = Product("embed_tokens", (embedding,), "columns", "")
+        read = self.pooling is None or bool(self.pooling.tokens)
+        return (looked_up, self.head) if read else (looked_up,)
+
+    @property
     def attentions(self) -> list[FullAttention]:
         """Those of the layers that have one, in their order; the n-th has the n-th keys and values."""
         return [layer.mixer for layer in self.layers if isinstance(layer.mixer, FullAttention)]

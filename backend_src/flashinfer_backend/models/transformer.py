@@ -15,7 +15,7 @@ from flashinfer_backend.models.rope import cos_sin, query_scales
 from flashinfer_backend.models.spec import DeltaNet, Experts, FullAttention, LayerSpec, ModelSpec, Product
 from flashinfer_backend.ops.collectives import ALONE, Collectives
 from flashinfer_backend.ops.torch_delta import DeltaRows, DeltaStates, DeltaWeights
-from flashinfer_backend.ops.weight import Chosen, Weight
+from flashinfer_backend.ops.weight import Chosen, LowRank, Weight
 
 KVCaches = list[tuple[Tensor, Tensor]]
 
@@ -329,6 +329,7 @@ class Transformer(nn.Module):
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self.dtype).item()
         self._own_tokens = spec.embedding.sources[0].part.rows
         self.embed_tokens = parameter(spec.embedding.shape, self.dtype, self.device)
+        self.embedding_adapters: LowRank | None = None  # where the engine has room for some
         self.layers = nn.ModuleList(  # type: ignore[assignment]
             AttentionLayer(layer, spec, ops, tables[layer.mixer.rope], self.dtype)
             if isinstance(layer.mixer, FullAttention)
@@ -413,7 +414,7 @@ class Transformer(nn.Module):
         Writes the output of the layer before to its places in taps."""
         input_ids, positions, locations = inputs
         if mixed is None or stream is None:
-            hidden = self.embed(input_ids)
+            hidden = self.embed(input_ids, chosen)
         else:
             hidden = self._after(index - 1, mixed, stream, chosen)
         _tap(taps, index - 1, hidden)
@@ -458,46 +459,52 @@ class Transformer(nn.Module):
         assert isinstance(layer, AttentionLayer | DeltaLayer)
         return layer.after(mixed, stream, self.collectives, chosen)
 
-    def embed(self, input_ids: Tensor) -> Tensor:
+    def embed(self, input_ids: Tensor, chosen: Chosen | None = None) -> Tensor:
         """[T, hidden], the residual stream that the first layer takes."""
-        hidden = self._look_up(input_ids)
+        hidden = self._look_up(input_ids, chosen)
         if self.spec.centred:
             hidden = (hidden - hidden.float().mean(-1, keepdim=True)).to(hidden.dtype)
         return hidden if self._embedding_scale == 1 else hidden * self._embedding_scale
 
-    def _look_up(self, input_ids: Tensor) -> Tensor:
+    def _look_up(self, input_ids: Tensor, chosen: Chosen | None) -> Tensor:
+        adapters = None if chosen is None else self.embedding_adapters
         if self.spec.shard.size == 1:
-            return F.embedding(input_ids, self.embed_tokens)
+            hidden = F.embedding(input_ids, self.embed_tokens)
+            if adapters is None:
+                return hidden
+            return self.ops.add_embedded(hidden, input_ids, adapters, chosen)
         own = self._own_tokens
         local = input_ids - own.start
         elsewhere = (local < 0) | (local >= own.stop - own.start)
         hidden = F.embedding(local.masked_fill(elsewhere, 0), self.embed_tokens)
-        return self.collectives.all_reduce(hidden.masked_fill_(elsewhere.unsqueeze(1), 0.0))
+        hidden.masked_fill_(elsewhere.unsqueeze(1), 0.0)
+        if adapters is not None:
+            hidden = self.ops.add_embedded(hidden, local.masked_fill(elsewhere, -1), adapters, chosen)
+        return self.collectives.all_reduce(hidden)
 
-    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+    def logits(self, hidden: Tensor, out: Tensor | None = None, chosen: Chosen | None = None) -> Tensor:
         """Final norm and output projection: hidden[R, hidden] as forward() returns it -> [R, V], in `out` if
         given. Only rank 0 gets them; on others, what is returned is their own columns. Of a model with
-        pooling, what it gives in place of them, [R, spec.outputs]."""
+        pooling, what it gives in place of them, [R, spec.outputs]. chosen: the rows' adapters."""
         if self.spec.pooling is not None:
-            pooled = self._pooled(hidden)
+            pooled = self._pooled(hidden, chosen)
             return pooled if out is None else out.copy_(pooled)
-        return self._logits(hidden, out)
+        return self._logits(hidden, out, chosen)
 
-    def _pooled(self, hidden: Tensor) -> Tensor:
+    def _pooled(self, hidden: Tensor, chosen: Chosen | None) -> Tensor:
         """See logits(). The residual stream is the same on all ranks, so each computes all of it, but for
         logits of tokens."""
         if len(self._wanted):
-            logits = self._logits(hidden, None)
+            logits = self._logits(hidden, None, chosen)
             # Ranks other than 0 have fewer columns, and their result is not read.
             return logits[:, self._wanted] if self.spec.shard.rank == 0 else logits[:, : len(self._wanted)]
         normed = self.ops.rms_norm(hidden, self.final_norm, self.spec.norm_eps)
         return normed if self.score is None else F.linear(normed, self.score)
 
-    def _logits(self, hidden: Tensor, out: Tensor | None) -> Tensor:
+    def _logits(self, hidden: Tensor, out: Tensor | None, chosen: Chosen | None) -> Tensor:
         spec, alone = self.spec, self.spec.shard.size == 1
-        own = self.ops.norm_linear(
-            hidden, self.final_norm, spec.norm_eps, self.lm_head, None, out=out if alone else None
-        )
+        head, result = (self.final_norm, spec.norm_eps, self.lm_head, None), out if alone else None
+        own = self.ops.norm_linear(hidden, *head, out=result, chosen=chosen)
         if (cap := spec.logits_soft_cap) is not None:
             own.div_(cap).tanh_().mul_(cap)
         return own if alone else self.collectives.gather_columns(own, spec.vocab_size, out)

@@ -17,7 +17,7 @@ from torch import Tensor
 from flashinfer_backend.ops import cublas, cuda_experts, cuda_fp8, cuda_int4, gated_linear, triton_linear
 from flashinfer_backend.ops.tilings import choose
 from flashinfer_backend.ops.torch_delta import count_held
-from flashinfer_backend.ops.torch_ops import xielu
+from flashinfer_backend.ops.torch_ops import embedded_down, xielu
 from flashinfer_backend.ops.triton_adapters import expand, group_adapters, shrink
 from flashinfer_backend.ops.triton_delta import delta_net
 from flashinfer_backend.ops.triton_drafts import (
@@ -31,7 +31,7 @@ from flashinfer_backend.ops.triton_fp8 import Norm
 from flashinfer_backend.ops.triton_inputs import step_inputs
 from flashinfer_backend.ops.triton_rope import rope_and_store
 from flashinfer_backend.ops.triton_sample import keep_allowed, sample
-from flashinfer_backend.ops.weight import DENSE, Chosen, Int4, LowRank, Weight
+from flashinfer_backend.ops.weight import DENSE, Added, Chosen, Int4, LowRank, Weight
 
 __all__ = [
     "accept",
@@ -145,6 +145,12 @@ def _adapted(
         return triton_linear.linear(x, weight.data, tiling, bias=bias, residual=residual, added=added)
     product = linear_add(x, weight, residual) if bias is None else linear(x, weight, bias)
     return expand(product, added)
+
+
+def add_embedded(hidden: Tensor, ids: Tensor, low: LowRank, chosen: Chosen) -> Tensor:
+    """See ops.torch_ops.add_embedded."""
+    inner = embedded_down(ids, low, chosen).float()
+    return expand(hidden, Added(inner.view(1, len(ids), 1, -1), low, chosen))
 
 
 def activate(x: Tensor, activation: str, numbers: Tensor | None = None) -> Tensor:

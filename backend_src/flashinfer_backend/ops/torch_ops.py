@@ -14,7 +14,7 @@ from torch import Tensor
 from flashinfer_backend.ops import fp8
 from flashinfer_backend.ops.torch_delta import count_held as count_held
 from flashinfer_backend.ops.torch_delta import delta_net as delta_net
-from flashinfer_backend.ops.weight import Chosen, Weight
+from flashinfer_backend.ops.weight import Chosen, LowRank, Weight
 
 _MASK32 = 0xFFFFFFFF
 
@@ -106,6 +106,26 @@ def _add_adapters(product: Tensor, x: Tensor, weight: Weight, chosen: Chosen | N
             product[rows, start:end] += (inner @ up[place, start:end].float().T).to(product.dtype)
             start = end
     return product
+
+
+def add_embedded(hidden: Tensor, ids: Tensor, low: LowRank, chosen: Chosen) -> Tensor:
+    """Add to embeddings hidden[T, H] what each token's adapter adds to that of its id, in place; returns
+    hidden. low: of a product of unit vectors. ids[T]: -1: another rank's."""
+    inner = embedded_down(ids, low, chosen).float()
+    for place in chosen.distinct[1:].tolist():
+        rows = (chosen.places == place).nonzero()[:, 0]
+        if place >= 0 and len(rows):
+            hidden[rows] += (inner[rows] @ low.up[place].float().T).to(hidden.dtype)
+    return hidden
+
+
+def embedded_down(ids: Tensor, low: LowRank, chosen: Chosen) -> Tensor:
+    """down of each token's adapter at its id -> [T, R]; of no adapter, any."""
+    if not low.down.shape[3]:  # a rank without tokens
+        return low.down.new_zeros(len(ids), low.down.shape[2])
+    places = chosen.places.clamp(min=0).long()
+    found = low.down[places, 0, :, ids.clamp(min=0).long()]
+    return found.masked_fill((ids < 0).unsqueeze(1), 0.0)
 
 
 def norm_gate_up_silu(

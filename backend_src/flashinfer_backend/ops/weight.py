@@ -92,7 +92,7 @@ class Chosen(NamedTuple):
     places: Tensor
     distinct: Tensor
 
-    def of(self, rows: Tensor) -> Chosen:
+    def of(self, rows: Tensor | slice) -> Chosen:
         """Of some of the tokens."""
         return Chosen(self.places[rows], self.distinct)
 

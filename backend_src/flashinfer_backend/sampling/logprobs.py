@@ -17,6 +17,7 @@ from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.core.step import StepOutput
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.ops.staging import StagingRing
+from flashinfer_backend.ops.weight import Chosen
 from flashinfer_backend.sampling.rows import upload
 from flashinfer_backend.sampling.state import StatefulRow
 
@@ -91,15 +92,16 @@ def log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
     return logits.gather(1, tokens.long().unsqueeze(1)).squeeze(1) - logits.logsumexp(dim=1)
 
 
-def context_logits(model: Transformer, hidden: Tensor) -> np.ndarray:
-    """float32 [n, V] on the host: logits of hidden [n, H], a chunk of a prompt.
+def context_logits(model: Transformer, hidden: Tensor, chosen: Chosen | None = None) -> np.ndarray:
+    """float32 [n, V] on the host: logits of hidden [n, H], a chunk of a prompt. chosen: its adapters.
 
     The copies are waited for, so that the device holds few rows at a time; steps with such a chunk do
     not overlap with others.
     """
     result: Tensor | None = None
     for first in range(0, len(hidden), CONTEXT_ROWS):
-        logits = model.logits(hidden[first : first + CONTEXT_ROWS])
+        rows = slice(first, first + CONTEXT_ROWS)
+        logits = model.logits(hidden[rows], chosen=None if chosen is None else chosen.of(rows))
         if result is None:  # ranks other than 0 have fewer columns
             result = torch.empty(len(hidden), logits.shape[1], dtype=torch.float32)
         result[first : first + CONTEXT_ROWS] = logits

@@ -63,7 +63,7 @@ class AdapterNames:
         return read_spec(folder, resolve_model_dir(config.tokenizer_dir) if config.tokenizer_dir else folder)
 
     def _check(self, folder: Path) -> None:
-        read_adapter(folder, self._spec, self._config.max_lora_rank)
+        read_adapter(folder, self._spec, self._config.max_lora_rank, self._config.lora_vocabulary)
 
     @property
     def folders(self) -> dict[str, str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.models.adapter_places import AdapterPlaces, AdapterWeights
 from flashinfer_backend.models.adapters import Adapter, changed, read_adapter
 from flashinfer_backend.models.transformer import Transformer
@@ -18,9 +19,10 @@ from flashinfer_backend.models.transformer import Transformer
 class AdapterLoader:
     """Loads adapters into places, one after the other, and keeps the latest ones on the host."""
 
-    def __init__(self, model: Transformer, count: int, most_rank: int, host_bytes: int) -> None:
-        self._model, self._most_rank, self._host_bytes = model, most_rank, host_bytes
-        self.count, self._places = count, AdapterPlaces(model, count, most_rank)
+    def __init__(self, model: Transformer, config: EngineConfig) -> None:
+        self._model, self._config, self.count = model, config, config.max_loras
+        limits = config.max_loras, config.max_lora_rank, config.lora_vocabulary
+        self._places = AdapterPlaces(model, *limits)
         self._thread = ThreadPoolExecutor(1, "adapters")
         self._cached: OrderedDict[str, AdapterWeights] = OrderedDict()  # by folder, the latest last
         self._coming: dict[int, Future[Adapter]] = {}  # by place
@@ -45,12 +47,13 @@ class AdapterLoader:
     def _load(self, place: int, folder: str, after: torch.cuda.Event | None) -> Adapter:
         weights = self._cached.pop(folder, None)
         if weights is None or changed(weights.adapter):
-            adapter = read_adapter(Path(folder), self._model.spec, self._most_rank)
+            limits = self._config.max_lora_rank, self._config.lora_vocabulary
+            adapter = read_adapter(Path(folder), self._model.spec, *limits)
             pin = self._model.device.type == "cuda"
             weights = AdapterWeights(adapter, self._model.dtype, pin)
         self._places.install(place, weights, after)
         self._cached[folder] = weights
         held = sum(each.nbytes for each in self._cached.values())
-        while held > self._host_bytes:
+        while held > self._config.lora_cache_host_memory_bytes:
             held -= self._cached.popitem(last=False)[1].nbytes
         return weights.adapter

@@ -350,7 +350,7 @@ class DecodeGraphs:
         inputs = input_ids, positions, cache_locations, state.kv_layers, attention
         recurrent = state.recurrent_decodes(slots, positions, feeds)
         hidden = state.model(*inputs, taps=taps, chosen=chosen, recurrent=recurrent)
-        logits = state.model.logits(hidden, self._logits[:tokens])
+        logits = state.model.logits(hidden, self._logits[:tokens], chosen)
         collectives = state.model.collectives
         if collectives.shard.rank:
             sampled = collectives.broadcast(torch.empty_like(owners))

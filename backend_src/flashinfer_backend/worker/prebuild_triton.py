@@ -377,13 +377,18 @@ def _call_adapters(config: EngineConfig, model: ModelSpec, empty: Callable[..., 
     for tokens in (1, 32, 64, MANY):
         places = empty(tokens, of=torch.int32)
         chosen = triton_adapters.group_adapters(places, config.max_loras)
-        products = (product for layer in model.layers for product in layer.adaptable)
+        products = [product for layer in model.layers for product in layer.adaptable]
+        products += model.vocabulary[1:] if config.lora_vocabulary else ()
         for product in {(each.name, each.shape): each for each in products}.values():
             low = room(product, *limits, like.dtype, like.device)
             added = triton_adapters.shrink(empty(tokens, product.shape[1]), low, chosen)
             triton_adapters.expand(empty(tokens, product.shape[0]), added)
             if product.format == "dense" and product.role and tokens < MANY:
                 _call_dense_product(product, model, empty, added)
+        if config.lora_vocabulary:
+            embedding = room(model.vocabulary[0], *limits, like.dtype, like.device)
+            inner = empty(1, tokens, 1, embedding.down.shape[2], of=torch.float32)
+            triton_adapters.expand(empty(tokens, model.hidden_size), Added(inner, embedding, chosen))
 
 
 def _call_dense_product(

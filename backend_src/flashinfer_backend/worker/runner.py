@@ -26,6 +26,7 @@ from flashinfer_backend.core.progress import telling
 from flashinfer_backend.core.step import StepOutput, StepPlan
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.ops.staging import Download, ReadbackRing
+from flashinfer_backend.ops.weight import Chosen
 from flashinfer_backend.sampling.logprobs import context_logits
 from flashinfer_backend.sampling.sampler import Sampled, Sampler
 from flashinfer_backend.speculate.proposer import Proposer
@@ -242,11 +243,12 @@ class Runner:
                 logits = logits[fed.places]
             started()  # the device begins when all of the graph is there
         else:
-            hidden, sampling, fed = self._forward(plan, started, between_layers)
+            hidden, sampling, fed, chosen = self._forward(plan, started, between_layers)
             rows = sampling if len(plan.logits_rows) else None
             if rows is not None:
-                self._keep_context(plan, hidden, context, failed)
-            logits = self.state.model.logits(hidden if rows is None else hidden[rows])
+                self._keep_context(plan, hidden, chosen, context, failed)
+            own = None if chosen is None else chosen.of(sampling)
+            logits = self.state.model.logits(hidden if rows is None else hidden[rows], chosen=own)
             tokens = self._sample(logits, fed.positions[sampling] + 1, plan)
         self.state.save_states(plan)
         return _Computed(logits, tokens, fed, context, failed)
@@ -314,7 +316,7 @@ class Runner:
 
     def _forward(
         self, plan: StepPlan, started: Callback, between_layers: Callback
-    ) -> tuple[torch.Tensor, torch.Tensor, Fed]:
+    ) -> tuple[torch.Tensor, torch.Tensor, Fed, Chosen | None]:
         """The residual stream behind the last layer, of the tokens behind which one is sampled, or of all
         where context logits are wanted; which tokens those are, int32 [n]; and what was fed."""
         state, graphs = self.state, self._graphs_of(plan)[1]
@@ -351,20 +353,24 @@ class Runner:
                 hidden = state.model(*layered, *own)
         ids, where, locations = inputs
         fed = Fed(ids, slots, where, locations, attention, None if taps is None else taps.out)
-        return hidden, sampling, fed if full is not None else fed.cut(plan.num_tokens)
+        if state.model.lm_head.adapters is None:
+            chosen = None
+        return hidden, sampling, fed if full is not None else fed.cut(plan.num_tokens), chosen
 
     def _keep_context(
         self,
         plan: StepPlan,
         hidden: torch.Tensor,
+        chosen: Chosen | None,
         context: list[tuple[int, np.ndarray]],
         failed: list[tuple[int, str]],
     ) -> None:
         ends = np.cumsum(plan.lengths)
         for row in plan.logits_rows.tolist():
             try:
-                chunk = hidden[ends[row] - plan.lengths[row] : ends[row]]
-                context.append((row, context_logits(self.state.model, chunk)))
+                own = slice(ends[row] - plan.lengths[row], ends[row])
+                adapters = None if chosen is None else chosen.of(own)
+                context.append((row, context_logits(self.state.model, hidden[own], adapters)))
             except Exception as error:
                 if self.state.model.collectives.shard.size > 1:
                     raise  # the other ranks may wait for the rest of it

@@ -96,8 +96,7 @@ def start_runner(
     load_weights(model, model_dir, config.load_format)
     adapters = None
     if config.max_loras:
-        limits = config.max_loras, config.max_lora_rank, config.lora_cache_host_memory_bytes
-        adapters = AdapterLoader(model, *limits)
+        adapters = AdapterLoader(model, config)
     stored, seconds = _stored(spec), time.monotonic() - began
     log.info("loaded %s (weights: %s) as %s on %s in %.1f s", model_dir, stored, dtype, device, seconds)
     neighbours = [Neighbours()] * shard.size
