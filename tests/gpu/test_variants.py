@@ -10,7 +10,6 @@ from test_attention import assert_close
 from test_windows import BLOCK_SIZE, BLOCKS, LAYERS, MAX_BLOCKS, MAX_SEQS, Case, check_eager_steps
 from test_windows import Setup as Windows
 
-from attention_variants import SIGMOID
 from flashinfer_backend.attention.contract import Scores, StepShape, Variant
 from flashinfer_backend.attention.torch_paged import TorchPagedAttention
 from flashinfer_backend.attention.variants.alibi import ALIBI
@@ -27,7 +26,6 @@ CASES: dict[str, tuple[Variant, int, list[float], bool]] = {
     "ALiBi": (ALIBI, 32, list(slopes(32)), False),
     "ALiBi, e4m3": (ALIBI, 8, list(slopes(8)), True),
     "chunks": (CHUNKED, 40, [100.0] * 40, False),
-    "sigmoids": (SIGMOID, 16, [-6 + index / 8 for index in range(16)], False),
 }
 
 

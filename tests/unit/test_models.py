@@ -20,7 +20,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from attention_variants import SIGMOID
 from checkpoints import KINDS, make_checkpoint, make_model, make_multimodal
 from flashinfer_backend.attention import torch_paged
 from flashinfer_backend.attention.batch import AttentionBatch
@@ -489,8 +488,6 @@ def dense_attention(
     unseen = torch.ones(scores.shape[1:], dtype=torch.bool).triu(own + 1)
     if window is not None:
         unseen |= torch.ones_like(unseen).tril(own - window)
-    if how.variant is not None and not how.variant.softmax:
-        return torch.einsum("hqk,khd->qhd", scores.masked_fill(unseen, 0), v).float()
     weights = scores.masked_fill(unseen, -torch.inf).exp()
     total = weights.sum(-1, keepdim=True)
     if how.sinks is not None:
@@ -509,7 +506,6 @@ def dense_attention(
             Scores(0.25, None, SINKS),
             Scores(0.4, 2.0, SINKS),
             Scores(0.4, variant=ALIBI, by_head=SINKS.sigmoid()),
-            Scores(0.4, variant=SIGMOID, by_head=SINKS - 4),
             Scores(0.4, variant=CHUNKED, by_head=torch.full_like(SINKS, 11)),
         )
         for window in (None, 1, 9, 30, 40, 200)

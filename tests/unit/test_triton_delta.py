@@ -35,13 +35,13 @@ class Case(NamedTuple):
     drafts: int = 0
 
 
-SMALL = Sizes(1, 2, 16)
+SMALL = Sizes(1, 2, 32)
 CASES = [
     Case(SMALL, [1, 1, 1], 3),
     Case(SMALL, [1, 70, 128, 2], 1),
     Case(Sizes(2, 2, 32), [3, 65], 0),
     Case(SMALL, [3, 1, 4, 2], 4, 3),
-    Case(Sizes(2, 4, 16), [1, 2, 1], 2, 2),
+    Case(Sizes(2, 4, 32), [1, 2, 1], 2, 2),
 ]
 
 

@@ -13,20 +13,18 @@ from flashinfer_backend.attention.batch import AttentionBatch
 
 
 class Variant(NamedTuple):
-    """Attention whose scores become weights in a way of its own, by one number for each query head.
+    """Attention whose scores change in a way of its own before the softmax, by a number for each query head.
 
     declaration: for FlashInfer's FA2, CUDA text of a struct of this name that derives from
     AttentionVariantBase. Its `params` have by_head (float [heads]) and sm_scale, and its transform of logits
     multiplies them by sm_scale. It must keep to causal masks without windows.
     scores: the same in plain torch, of scores float32 [B, H, Q, L], times their scale; the positions of keys
     and of queries, and by_head, which broadcast to it.
-    softmax: whether what it gives goes through the softmax; else they are the weights.
     """
 
     struct: str
     declaration: str
     scores: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-    softmax: bool = True
 
 
 class Scores(NamedTuple):

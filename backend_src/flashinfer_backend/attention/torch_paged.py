@@ -237,8 +237,6 @@ def _attend(
     if scores.variant is not None and scores.by_head is not None:
         keys, by_head = torch.arange(k.shape[2], device=k.device), scores.by_head.view(q.shape[1], -1, 1)
         weights = scores.variant.scores(weights, keys, own, by_head)
-        if not scores.variant.softmax:
-            return (weights if mask is None else weights.masked_fill(~mask, 0)).to(v.dtype) @ v
     if mask is not None:
         weights = weights.masked_fill(~mask, float("-inf"))
     if scores.sinks is not None:

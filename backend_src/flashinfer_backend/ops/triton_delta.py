@@ -378,10 +378,10 @@ def delta_net(
     Raises ValueError for heads and convolutions that the kernels do not take."""
     (tokens, channels), width = qkv.shape, weights.conv.shape[1]
     heads, dk, dv = states.recurrent.shape[1:]
-    if any(size < 16 or size & (size - 1) for size in (dk, dv)) or width > _TOKENS:
+    if any(size < 32 or size & (size - 1) for size in (dk, dv)) or width > _TOKENS:
         raise ValueError(
             f"heads of {dk} and {dv} and a convolution of {width} inputs: on a GPU, heads of delta nets have"
-            f" a power of two from 16 on, and convolutions at most {_TOKENS} inputs"
+            f" a power of two from 32 on, and convolutions at most {_TOKENS} inputs"
         )
     decodes, prompts = rows.decodes, len(rows.slots) - rows.decodes
     assert rows.first.is_contiguous()
