@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -28,6 +29,7 @@ from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.engine.adapters import AdapterPreparation
 from flashinfer_backend.models.adapters import Adapter, AdapterError
 from flashinfer_backend.transport import protocol
+from int4_checkpoints import make_int4
 
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # Ranks that are no powers of two, modules of fused products that others lack, and each way of scaling.
@@ -152,6 +154,39 @@ def test_with_other_features(settings: dict[str, Any], made: tuple[Path, list[Pa
     core = start_core(model, max_seq_len=160, **ADAPTERS, **plain)
     with serve(core, tmp_path / "alone") as client:
         assert found == [client.generate([p], [a])[0] for p, a in zip(prompts, each, strict=True)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_4_bit_model_with_all_at_once(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random requests with drafts, chunks, preemption and prefix hits, against PEFT in float64."""
+    checkpoint = make_int4("awq", "llama", tmp_path / "model")
+    chosen: list[Path | None] = [None]
+    for number, form in enumerate(FORMS[:2]):
+        torch.manual_seed(number)
+        model = get_peft_model(copy.deepcopy(checkpoint.model), LoraConfig(**form))
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.normal_(parameter, std=0.15)
+        model.save_pretrained(tmp_path / str(number))
+        chosen.append(tmp_path / str(number))
+    prompts, draw = [prompt + prompt[:10] for prompt in make_prompts(4)], random.Random(ranks)
+    peft = PeftModel.from_pretrained(copy.deepcopy(checkpoint.model), chosen[1], "1").double()
+    peft.load_adapter(chosen[2], "2")
+    few = {"max_num_tokens": 24, "max_num_tokens_while_decoding": 24, "max_tokens_in_paged_kv_cache": 256}
+    settings = {"max_num_seqs": 6, "max_seq_len": 160, "speculative_method": "ngram", **few, **ADAPTERS}
+    core = start_ranks(checkpoint.folder, ranks, monkeypatch, **settings)
+    kinds = [(draw.randrange(4), draw.randrange(3)) for _ in range(24)]
+    with serve(core, tmp_path / "run") as client:
+        found = client.generate([prompts[i] for i, _ in kinds], [asks(chosen[j]) for _, j in kinds])
+    assert core.scheduler.preemptions and core.scheduler.prompt_tokens_reused
+    core.close()
+    for (which, number), tokens in {kind: row for kind, row in zip(kinds, found, strict=True)}.items():
+        if number:
+            peft.set_adapter(str(number))
+        model = peft if number else checkpoint.model
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompts[which] + tokens])).logits[0, len(prompts[which]) - 1 : -1]
+        assert (logits.amax(-1) - logits[range(24), tokens]).max() < 1e-3, (which, number)
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama-tied", "gemma3"])
