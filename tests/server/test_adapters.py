@@ -145,6 +145,7 @@ def test_task_ids(server: BothDoors, adapters: dict[str, Path], texts: dict[str,
         ({**sent, "lora_config": layer}, "of layer 99, which this model lacks"),
         ({**sent, "lora_config": rank}, "has rank 4000, and lora_weights has"),
         ({**sent, "lora_weights": weights[:, 1:]}, "should be [1, modules, n] and [1, modules, 3]"),
+        ({**sent, "lora_config": np.pad(config, [(0, 0), (0, 0), (0, 1)])}, "unexpected shape for input"),
     ):
         assert said in infer(server, 8, **wrong)
 
