@@ -14,8 +14,8 @@ import torch
 
 from flashinfer_backend.config_tools.settings import engine_parameters
 from flashinfer_backend.core.config import EngineConfig, resolve_limits
-from flashinfer_backend.core.paths import BUNDLED, resolve_model_dir
-from flashinfer_backend.models.hf import read_spec
+from flashinfer_backend.core.paths import BUNDLED, resolve_drafter_dir, resolve_model_dir
+from flashinfer_backend.models.hf import read_drafter, read_spec
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--set", nargs="+", action="extend", default=[], metavar="KNOB=VALUE",
         help="knobs as they will be served; dtype, quantization, attention_backend, kv_cache_dtype,"
-        " tokens_per_block and tensor_parallel_size count",
+        " tokens_per_block, tensor_parallel_size and draft_model count",
     )  # fmt: skip
     options = parser.parse_args(argv)
     if options.arch:
@@ -68,7 +68,11 @@ def main(argv: list[str] | None = None) -> int:
             model = model.quantised_on_load()
         config = resolve_limits(config, model.longest_seq_len)
         model = model.within(config.max_seq_len)
-        compiled = prebuild.prepare(config, model, _dtype(config, model, torch.device("cuda")))
+        drafter = None
+        if config.draft_model != "none":
+            drafter = read_drafter(resolve_drafter_dir(config.draft_model), config.quantization == "fp8")
+        dtype = _dtype(config, model, torch.device("cuda"))
+        compiled = prebuild.prepare(config, model, dtype, drafter)
         if options.output:
             print(prebuild.export(options.output))
     except (ValueError, OSError) as error:

@@ -54,6 +54,14 @@ def test_modules_follow_from_checkpoint_knobs_and_gpu():
     assert kinds(model=odd.quantised_on_load()) == common | {"fa3"}
 
 
+def test_a_head_may_need_what_its_target_does_not():
+    experts = bundled(**EXPERTS, num_experts=8, num_experts_per_tok=2)
+    found = prebuild.needed_by([experts, MODEL], EngineConfig(model_dir=""), torch.bfloat16, (9, 0))
+    assert set(found) == kinds(model=experts) | {"silu", "gated_linear"}
+    assert found["silu"] is MODEL and found["fa3"] is experts
+    assert next(iter(found)) == "fa3"
+
+
 def test_long_modules_come_first():
     order = prebuild.needed(MODEL, EngineConfig(model_dir=""), torch.bfloat16, (9, 0))
     assert order[0] == "fa3" and order[-1] == "silu"
@@ -318,7 +326,7 @@ def test_the_image_has_the_modules_of_one_gpu_and_of_several(monkeypatch):
     monkeypatch.setattr(prebuild, "export", lambda output: output)
     monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "")  # which main sets
     assert main(shlex.split(line.replace("${ARCH}", "sm_90"))) == 0
-    ((config, model, dtype),) = found
+    ((config, model, dtype, _),) = found
     compiled = set(prebuild.needed(model, config, dtype, (9, 0)))
     for ranks in (1, 2, 4, 8):
         assert compiled >= kinds(model=model, dtype=dtype, tensor_parallel_size=ranks)

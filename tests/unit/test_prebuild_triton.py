@@ -4,10 +4,15 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import importlib.util
 import json
+import sys
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,12 +21,14 @@ import torch
 from hopper_driver import use_hopper
 from msgspec.structs import replace
 
+from flashinfer_backend import ops
 from flashinfer_backend.core import tuned
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.tuned import BlockTile, Tiling
 from flashinfer_backend.models.spec import Experts, ModelSpec
 from flashinfer_backend.ops import device
 from flashinfer_backend.worker import prebuild_triton
+from perf_configs.replaying import head_spec
 from specs import EXPERTS, bundled
 from tables import entries
 
@@ -183,6 +190,54 @@ def test_delta_nets_of_other_sizes_are_refused(dim, width):
     states = DeltaStates(torch.empty(1, 1, dim, dim), torch.empty(1, width, 3 * dim + 2))
     with pytest.raises(ValueError, match=f"heads of {dim} .* convolution of {width} inputs"):
         delta_net(qkv, one, one, one, weights, states, DeltaRows(words[1:], words, words[1:], None, 1))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("norm_output", [False, True])
+def test_a_head_has_its_kernels_ahead(norm_output: bool, fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the head's own steps call, with products that the target has not."""
+    from flashinfer_backend.models.transformer import Transformer
+    from flashinfer_backend.ops import gated_linear
+    from flashinfer_backend.speculate.eagle3 import Head, Places
+
+    numbers = tuned.load("NVIDIA H200")
+    assert numbers is not None
+    halved = SimpleNamespace(silu_and_mul=lambda x, **_: x[:, : x.shape[1] // 2])
+    monkeypatch.setitem(sys.modules, "flashinfer", halved)
+    found = importlib.util.spec_from_file_location("cuda_ops", Path(ops.__path__[0]) / "cuda_ops.py")
+    assert found is not None and found.loader is not None
+    cuda_ops = importlib.util.module_from_spec(found)  # a copy, which no other test finds
+    found.loader.exec_module(cuda_ops)
+    cuda_ops.rms_norm = lambda x, *_: torch.empty_like(x)
+    monkeypatch.setattr(gated_linear, "pays", lambda *_, **__: False)
+    config = replace(CONFIG, speculative_method="eagle3", draft_model="head", max_draft_len=3, max_seq_len=64)
+    target = LLAMA.quantised_on_load() if fp8 else LLAMA
+    spec = dataclasses.replace(head_spec(target), norm_output=norm_output)
+    spec = spec.quantised_on_load() if fp8 else spec
+    meta = torch.device("meta")
+
+    def steps() -> None:
+        head = Head(spec, Transformer(target, cuda_ops, torch.bfloat16, meta, 64), 64)
+        head.ids = head.ids.to(meta)
+        for tokens in SIZES:
+            words = torch.empty(tokens, dtype=torch.int32, device=meta)
+            cache = torch.empty(2, 32, 8, 128, dtype=torch.bfloat16, device=meta)
+            taken = torch.empty(tokens, spec.fc.shape[1], dtype=torch.bfloat16, device=meta)
+            places = Places(words, words, [(cache, cache)], lambda *_: None)
+            hidden = head(words, head.join(taken), places)
+            head.guess(hidden)
+
+    with device.use(numbers):
+        used, ahead, without = (
+            set(prebuild_triton.collect(calls))
+            for calls in (
+                steps,
+                lambda: prebuild_triton.call_operations(config, target, torch.bfloat16, spec),
+                lambda: prebuild_triton.call_operations(config, target, torch.bfloat16),
+            )
+        )
+    assert used <= ahead, names([variant for variant in used if variant not in ahead])
+    assert used - without
 
 
 def test_a_cache_in_fp8_has_kernels_of_its_own():

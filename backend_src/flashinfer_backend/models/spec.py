@@ -657,6 +657,11 @@ class ModelSpec:
         found = {(product.name, product.shape, product.experts, product.format): product for product in every}
         return *found.values(), self.head
 
+    @property
+    def bare(self) -> tuple[Product, ...]:
+        """Products that neither add to the residual stream nor take a norm with them."""
+        return ()
+
     def known_name(self, name: str) -> str:
         """What a tensor of the checkpoint is called here."""
         for beginning, own in self.aliases:

@@ -252,9 +252,7 @@ def load_eagle3(
 ) -> Eagle3:
     """The proposer of `count` drafts by the head in a folder. positions: the most that a sequence has. fp8:
     the head's layers are quantised as they are read. Raises OSError or ValueError saying what is wrong."""
-    spec = read_drafter(folder)
-    if fp8 and spec.format == "dense":
-        spec = spec.quantised_on_load()
+    spec = read_drafter(folder, fp8)
     if load_format == "auto" and _has_midlayer(folder):
         spec = replace(spec, layers=(replace(spec.layers[0], prefix=FIRST_LAYER), *spec.layers[1:]))
     head = Head(spec, target, positions)

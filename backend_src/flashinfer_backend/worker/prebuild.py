@@ -105,6 +105,14 @@ def needed(
     return sorted(kinds, key=lambda kind: -_file_seconds(kind))
 
 
+def needed_by(
+    models: Sequence[ModelSpec], config: EngineConfig, dtype: torch.dtype, capability: tuple[int, int]
+) -> dict[Kind, ModelSpec]:
+    """The modules that several models need, each with the first of these."""
+    found = [(kind, model) for model in models for kind in needed(model, config, dtype, capability)]
+    return dict(sorted(reversed(found), key=lambda each: -_file_seconds(each[0])))
+
+
 def _file_seconds(kind: Kind) -> float:
     return FILE_SECONDS[kind if kind in FILE_SECONDS else kind.split("_")[0]]
 
@@ -130,7 +138,9 @@ def _int4_format(model: ModelSpec) -> str | None:
     return next((format for format in formats if format.startswith("int4")), None)
 
 
-def prepare(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) -> int:
+def prepare(
+    config: EngineConfig, model: ModelSpec, dtype: torch.dtype, drafter: ModelSpec | None = None
+) -> int:
     """Compile what is missing and let FlashInfer load all from one folder; returns how many were compiled.
 
     For GPUs of the architectures that FlashInfer sees, or FLASHINFER_CUDA_ARCH_LIST names.
@@ -143,8 +153,9 @@ def prepare(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) -> int:
             f"FlashInfer cannot write to its cache folder: {error}; set FLASHINFER_WORKSPACE_BASE (or"
             " HOME) to a folder that can be written"
         ) from error
-    kinds = needed(model, config, dtype, _lowest_capability())
-    specs = {kind: _spec(kind, model, config, dtype) for kind in kinds}
+    models = [model] if drafter is None else [model, drafter]
+    kinds = needed_by(models, config, dtype, _lowest_capability())
+    specs = {kind: _spec(kind, each, config, dtype) for kind, each in kinds.items()}
     if all(spec.is_aot for spec in specs.values()):
         return 0
     folder = libraries_folder(env.FLASHINFER_WORKSPACE_DIR)

@@ -34,7 +34,9 @@ log = logging.getLogger(__name__)
 MANY = 8192  # tokens that stand for "all more" in a table of core/tuned
 
 
-def prepare(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) -> int:
+def prepare(
+    config: EngineConfig, model: ModelSpec, dtype: torch.dtype, drafter: ModelSpec | None = None
+) -> int:
     """Compile what is not in Triton's cache, and load the rest from it, for the current device; returns how
     many variants that were. config has its limits resolved.
 
@@ -42,7 +44,7 @@ def prepare(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) -> int:
     """
     began = time.monotonic()
     try:
-        count = _prepare(config, model, dtype, began)
+        count = _prepare(lambda: call_operations(config, model, dtype, drafter), began)
     except Exception as error:  # Triton's compiler raises what its passes raise
         log.warning("Triton kernels are compiled one by one, not ahead: %s: %s", type(error).__name__, error)
         return 0
@@ -50,8 +52,8 @@ def prepare(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) -> int:
     return count
 
 
-def _prepare(config: EngineConfig, model: ModelSpec, dtype: torch.dtype, began: float) -> int:
-    variants = collect(lambda: call_operations(config, model, dtype))
+def _prepare(calls: Callable[[], object], began: float) -> int:
+    variants = collect(calls)
     finished = 0
 
     def how_far() -> str:
@@ -139,8 +141,11 @@ def collect(calls: Callable[[], object]) -> list[tuple[Any, str]]:
     return [(kernel, data) for (kernel, _), data in found.items()]
 
 
-def call_operations(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) -> None:
-    """Every Triton operation of a step, in every variant that depends on the number of tokens or rows."""
+def call_operations(
+    config: EngineConfig, model: ModelSpec, dtype: torch.dtype, drafter: ModelSpec | None = None
+) -> None:
+    """Every Triton operation of a step, in every variant that depends on the number of tokens or rows.
+    drafter: an EAGLE-3 head."""
     from flashinfer_backend.attention import split, triton_copy, triton_decode
     from flashinfer_backend.ops.triton_inputs import step_inputs
     from flashinfer_backend.ops.triton_rope import rope_and_store
@@ -153,6 +158,8 @@ def call_operations(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) 
         return empty(*shape, of=torch.int32)
 
     _call_products(model, empty)
+    if drafter is not None:
+        _call_products(drafter, empty)
     if config.max_loras:
         _call_adapters(config, model, empty)
     mixer = model.attention
@@ -160,14 +167,15 @@ def call_operations(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) 
     block = config.tokens_per_block
     stored = dtype if config.kv_cache_dtype == "auto" else E4M3
     cache = empty(2, block, kv_heads, dim, of=stored), empty(2, block, kv_heads, dim, of=stored)
-    qkv = empty(4, mixer.qkv.shape[0])[:, : (heads + 2 * kv_heads) * dim]
-    for rotated, kind in {(each.rope.dim if each.rope else 0, each.qk_norm) for each in model.attentions}:
-        norm = empty(dim) if kind in ("head", "rotated") else None
-        rope_and_store(
-            qkv, words(4), empty(config.max_seq_len, rotated, of=torch.float32), *cache, words(4), norm, norm,
-            model.norm_eps, heads, kv_heads,
-            norm_rotated=kind == "rotated",
-        )  # fmt: skip
+    for spec in (model, drafter) if drafter is not None else (model,):
+        qkv = empty(4, spec.attention.qkv.shape[0])[:, : (heads + 2 * kv_heads) * dim]
+        for rotated, kind in {(each.rope.dim if each.rope else 0, each.qk_norm) for each in spec.attentions}:
+            norm = empty(dim) if kind in ("head", "rotated") else None
+            angles = empty(config.max_seq_len, rotated, of=torch.float32)
+            rope_and_store(
+                qkv, words(4), angles, *cache, words(4), norm, norm, spec.norm_eps, heads, kv_heads,
+                norm_rotated=kind == "rotated",
+            )  # fmt: skip
     table = words(config.max_num_seqs + 1, -(-config.max_seq_len // block))
     last_token = words(config.max_num_seqs + 1)
     step_inputs(words(4), last_token, last_token, table, block, new_blocks=words(4))
@@ -186,11 +194,11 @@ def call_operations(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) 
         most, fp8_cache = config.max_num_seqs, stored == E4M3
         mixers, windows = model.attentions, model.windows(config.max_seq_len)
         kinds = {(m.soft_cap, m.sinks, window) for m, window in zip(mixers, windows, strict=True)}
-        kinds |= {(None, False, None)} if config.draft_model != "none" else set()  # of a head
+        kinds |= {(None, False, None)} if drafter is not None else set()
         before = 0
         for rows in sorted({min(limit or most, most) for limit, _ in split.config_steps(fp8_cache)}):
             items = split.max_items(rows, kv_heads, fp8_cache)
-            workspace = triton_decode.DecodeWorkspace(rows, items, heads, kv_heads, dim, qkv.device)
+            workspace = triton_decode.DecodeWorkspace(rows, items, heads, kv_heads, dim, table.device)
             given = words(items, split.ITEM_WORDS), table, workspace, dim**-0.5
             lengths: list[split.Lengths | None] = [None]
             if drafts:  # of each row alone, and of those that are checked with drafts
@@ -198,10 +206,10 @@ def call_operations(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) 
                 lengths = [split.Lengths(last_token, queries) for queries in sorted(fed)]
             for ends, (cap, sinks, window) in itertools.product(lengths, kinds):
                 q = empty(rows * (1 if ends is None else ends.queries), heads, dim)
-                own = empty(heads, of=torch.float32) if sinks else None
+                sink = empty(heads, of=torch.float32) if sinks else None
                 triton_decode.decode(
                     q, cache, q, *given,
-                    soft_cap=cap, sinks=own, rows=rows, lengths=ends, window=window,
+                    soft_cap=cap, sinks=sink, rows=rows, lengths=ends, window=window,
                 )  # fmt: skip
             before = rows
     if model.delta_nets:
@@ -268,6 +276,11 @@ def _around(product: Product, model: ModelSpec, tokens: int, empty: Callable[...
     }
 
 
+def _bare(product: Product, model: ModelSpec) -> bool:
+    """Whether no norm is computed with it."""
+    return product.adds or product in model.bare
+
+
 def _call_fp8_product(product: Product, model: ModelSpec, empty: Callable[..., Tensor]) -> None:
     """As ops.cuda_fp8 does."""
     from flashinfer_backend.ops import fp8, triton_fp8
@@ -275,7 +288,7 @@ def _call_fp8_product(product: Product, model: ModelSpec, empty: Callable[..., T
     from flashinfer_backend.ops.triton_linear import linear
 
     (rows, inner), role, format = product.shape, product.role, product.format
-    norm = None if product.adds else triton_fp8.Norm(empty(inner), model.norm_eps)
+    norm = None if _bare(product, model) else triton_fp8.Norm(empty(inner), model.norm_eps)
     result, scales = empty(1, rows), empty(rows, of=torch.float32)
 
     def behind(tokens: int = 1) -> dict[str, Any]:
@@ -405,7 +418,7 @@ def _call_dense_product(
         tiling = choose(product.role, tokens, weight)
         if tiling is None or (added is not None and not takes_adapters(tiling, added.low)):
             continue
-        norm = empty(product.shape[1]) if tiling.fuse_norm and not product.adds else None
+        norm = empty(product.shape[1]) if tiling.fuse_norm and not _bare(product, model) else None
         if added is not None and norm is not None:
             shrink(empty(len(added.chosen.places), product.shape[1]), added.low, added.chosen, norm)
         linear(

@@ -68,9 +68,11 @@ def start_runner(
     config = resolve_limits(config, spec.longest_seq_len)
     spec = spec.within(config.max_seq_len)
     spec.check_expert_groups(config.expert_parallel_size)
-    drafter = read_drafter(resolve_drafter_dir(config.draft_model)) if config.draft_model != "none" else None
-    if drafter is not None:
+    drafter = None
+    if config.draft_model != "none":
+        drafter = read_drafter(resolve_drafter_dir(config.draft_model), config.quantization == "fp8")
         drafter.check_fits(spec, config.max_seq_len)
+        drafter = drafter.share(shard)
     spec = spec.share(shard)
     device = _device(config, shard)
     dtype = _dtype(config, spec, device)
@@ -78,12 +80,12 @@ def start_runner(
     if not plain_torch:
         check_cuda_formats(config, spec, dtype)
         if drafter is not None:
-            check_cuda_formats(config, drafter.share(shard), dtype)
+            check_cuda_formats(config, drafter, dtype)
     turn = None
     if folder is not None and device.type == "cuda":
         turn = GpuTurn(folder, [str(torch.cuda.get_device_properties(n).uuid) for n in range(shard.size)])
     if device.type == "cuda":
-        prebuild.prepare(config, spec, dtype)
+        prebuild.prepare(config, spec, dtype, drafter)
     if plain_torch:
         from flashinfer_backend.ops import torch_ops as ops
 
@@ -91,7 +93,7 @@ def start_runner(
     else:
         from flashinfer_backend.ops import cuda_ops as ops  # type: ignore[no-redef]
 
-        prebuild_triton.prepare(config, spec, dtype)
+        prebuild_triton.prepare(config, spec, dtype, drafter)
     model = Transformer(spec, ops, dtype, device, config.max_seq_len)
     load_weights(model, model_dir, config.load_format)
     adapters = None

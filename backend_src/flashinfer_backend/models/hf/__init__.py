@@ -120,14 +120,16 @@ def read_spec(
         return _family(config.raw)(config).pooled(pooling).checked()
 
 
-def read_drafter(folder: str | Path) -> Eagle3Spec:
-    """Read config.json of a drafter's folder. Raises as read_spec does."""
+def read_drafter(folder: str | Path, fp8: bool = False) -> Eagle3Spec:
+    """Read config.json of a drafter's folder. fp8: its layers are quantised as they are read, unless they are
+    already. Raises as read_spec does."""
     folder = Path(folder)
     check_folder(folder)
     path = folder / "config.json"
     raw, hf_quant = read_object(path), read_object_if_there(folder / "hf_quant_config.json")
     with _explained(path):
-        return eagle3(raw, hf_quant)
+        spec = eagle3(raw, hf_quant)
+    return spec.quantised_on_load() if fp8 and spec.format == "dense" else spec
 
 
 @contextmanager

@@ -83,6 +83,11 @@ class Eagle3Spec(ModelSpec):
         columns = self.target_hidden_size * (3 if self.taken is None else len(self.taken))
         return Product("fc", (whole("fc", self.hidden_size, columns),), None, "")
 
+    @property
+    def bare(self) -> tuple[Product, ...]:
+        """The first layer norms both of its inputs by themselves; so does the head of what goes on."""
+        return self.layers[0].mixer.products[0], *([self.head] if self.norm_output else [])
+
     def taken_of(self, target: ModelSpec) -> tuple[int, ...]:
         """After how many of the target's layers it takes their residual stream."""
         count = len(target.layers)
