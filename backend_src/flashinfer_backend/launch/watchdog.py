@@ -157,5 +157,5 @@ def _announce(url: str, openai_url: str, ensembles: Sequence[str]) -> None:
         f"The OpenAI API is at {openai_url}/v1, a page to try it at {openai_url}/\n" if openai_url else ""
     )
     tries = [f"  curl -N {url}/v2/models/{name}/generate_stream -d '{body}'\n" for name in ensembles]
-    ready = "\n".join(["Ready. Try:\n", *tries]) if tries else f"Ready: {url}\n"
+    ready = "\n".join(["Ready. Try:\n", *(tries or [f"  curl {url}/v2\n"])])
     say(f"\n{ready}\n{openai}Ctrl-C stops the server.\n", 1)
