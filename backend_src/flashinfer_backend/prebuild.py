@@ -16,6 +16,7 @@ from flashinfer_backend.config_tools.settings import engine_parameters
 from flashinfer_backend.core.config import EngineConfig, resolve_limits
 from flashinfer_backend.core.paths import BUNDLED, resolve_drafter_dir, resolve_model_dir
 from flashinfer_backend.models.hf import read_drafter, read_spec
+from flashinfer_backend.models.spec import ModelSpec
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--set", nargs="+", action="extend", default=[], metavar="KNOB=VALUE",
         help="knobs as they will be served; dtype, quantization, attention_backend, kv_cache_dtype,"
-        " tokens_per_block, tensor_parallel_size and draft_model count",
+        " tokens_per_block, tensor_parallel_size, speculative_method and draft_model count",
     )  # fmt: skip
     options = parser.parse_args(argv)
     if options.arch:
@@ -68,9 +69,11 @@ def main(argv: list[str] | None = None) -> int:
             model = model.quantised_on_load()
         config = resolve_limits(config, model.longest_seq_len)
         model = model.within(config.max_seq_len)
-        drafter = None
+        drafter: ModelSpec | None = None
         if config.draft_model != "none":
             drafter = read_drafter(resolve_drafter_dir(config.draft_model), config.quantization == "fp8")
+        elif config.speculative_method == "mtp":
+            drafter = model.mtp_head()
         dtype = _dtype(config, model, torch.device("cuda"))
         compiled = prebuild.prepare(config, model, dtype, drafter)
         if options.output:

@@ -10,7 +10,7 @@ import json
 import sys
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +45,7 @@ SIZES_8B = {
 BUNDLED, LLAMA = bundled(), bundled(**SIZES_8B)
 CONFIG = EngineConfig(model_dir="", max_seq_len=8192)
 VOCAB = 1000
+META = torch.device("meta")
 SIZES = (1, 7, 64, 300, 4096)
 FP8_KERNELS = ("_quantise_rows", "_quantise_groups", "_block_product", "_finish")
 
@@ -197,8 +198,50 @@ def test_delta_nets_of_other_sizes_are_refused(dim, width):
 def test_a_head_has_its_kernels_ahead(norm_output: bool, fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that the head's own steps call, with products that the target has not."""
     from flashinfer_backend.models.transformer import Transformer
+    from flashinfer_backend.speculate.eagle3 import Head
+
+    config = replace(CONFIG, speculative_method="eagle3", draft_model="head", max_draft_len=3, max_seq_len=64)
+    target = LLAMA.quantised_on_load() if fp8 else LLAMA
+    spec = dataclasses.replace(head_spec(target), norm_output=norm_output)
+    spec = spec.quantised_on_load() if fp8 else spec
+
+    def make(cuda_ops: Any) -> Head:
+        head = Head(spec, Transformer(target, cuda_ops, torch.bfloat16, META, 64), 64)
+        head.ids = head.ids.to(META)
+        return head
+
+    check_head(make, spec.fc.shape[1], target, spec, config, monkeypatch)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_checkpoints_own_head_has_its_kernels_ahead(fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an EAGLE-3 head: it norms by itself what its target's output projection then reads."""
+    from flashinfer_backend.models.transformer import Transformer
+    from flashinfer_backend.speculate.mtp import MtpHead
+
+    config = replace(CONFIG, speculative_method="mtp", max_draft_len=3, max_seq_len=64)
+    sizes = SIZES_8B | {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
+    target = bundled(**sizes)
+    target = target.quantised_on_load() if fp8 else target
+
+    def make(cuda_ops: Any) -> MtpHead:
+        return MtpHead(Transformer(target, cuda_ops, torch.bfloat16, META, 64))
+
+    check_head(make, target.hidden_size, target, target.mtp_head(), config, monkeypatch)
+
+
+def check_head(
+    make: Callable[[Any], Any],
+    taken: int,
+    target: ModelSpec,
+    spec: ModelSpec,
+    config: EngineConfig,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the steps of a head call is compiled ahead, and its target alone would not have all of it. make:
+    from ops.cuda_ops. taken: columns that it takes of the target."""
     from flashinfer_backend.ops import gated_linear
-    from flashinfer_backend.speculate.eagle3 import Head, Places
+    from flashinfer_backend.speculate.eagle3 import Places
 
     numbers = tuned.load("NVIDIA H200")
     assert numbers is not None
@@ -210,22 +253,16 @@ def test_a_head_has_its_kernels_ahead(norm_output: bool, fp8: bool, monkeypatch:
     found.loader.exec_module(cuda_ops)
     cuda_ops.rms_norm = lambda x, *_: torch.empty_like(x)
     monkeypatch.setattr(gated_linear, "pays", lambda *_, **__: False)
-    config = replace(CONFIG, speculative_method="eagle3", draft_model="head", max_draft_len=3, max_seq_len=64)
-    target = LLAMA.quantised_on_load() if fp8 else LLAMA
-    spec = dataclasses.replace(head_spec(target), norm_output=norm_output)
-    spec = spec.quantised_on_load() if fp8 else spec
-    meta = torch.device("meta")
+    heads, dim = target.attention.kv_heads, target.attention.head_dim
 
     def steps() -> None:
-        head = Head(spec, Transformer(target, cuda_ops, torch.bfloat16, meta, 64), 64)
-        head.ids = head.ids.to(meta)
+        head = make(cuda_ops)
         for tokens in SIZES:
-            words = torch.empty(tokens, dtype=torch.int32, device=meta)
-            cache = torch.empty(2, 32, 8, 128, dtype=torch.bfloat16, device=meta)
-            taken = torch.empty(tokens, spec.fc.shape[1], dtype=torch.bfloat16, device=meta)
+            words = torch.empty(tokens, dtype=torch.int32, device=META)
+            cache = torch.empty(2, 32, heads, dim, dtype=torch.bfloat16, device=META)
+            hidden = torch.empty(tokens, taken, dtype=torch.bfloat16, device=META)
             places = Places(words, words, [(cache, cache)], lambda *_: None)
-            hidden = head(words, head.join(taken), places)
-            head.guess(hidden)
+            head.guess(head(words, head.join(hidden), places))
 
     with device.use(numbers):
         used, ahead, without = (

@@ -54,7 +54,7 @@ def _check_checkpoint(values: dict[str, str], problems: list[str]) -> ModelSpec 
         if model.pooling is not None and values["speculative_method"] != "none":
             problems.append(f"speculative_method should be none: the checkpoint is {model.pooling.what}")
         if values["speculative_method"] == "mtp":
-            model.check_drafts()
+            model.mtp_head()
         groups = int(values["expert_parallel_size"])
         model.check_expert_groups(groups)
         model.share(Shard(0, int(values["tensor_parallel_size"]), groups))

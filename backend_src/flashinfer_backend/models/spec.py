@@ -550,7 +550,7 @@ class ModelSpec:
     that an RMSNorm of it is a LayerNorm: https://arxiv.org/abs/1607.06450. logits_soft_cap: logits become
     soft_cap * tanh(logit / soft_cap).
     pooling: what an embedding model or a reranker gives in place of logits. mtp: the layer of a head for
-    drafts that the checkpoint brings (speculate.mtp).
+    drafts that the checkpoint brings (speculate.mtp). bare_head: the output projection takes no norm with it.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -573,6 +573,7 @@ class ModelSpec:
     logits_soft_cap: float | None = None
     pooling: Pooling | None = None
     mtp: LayerSpec | None = None
+    bare_head: bool = False
 
     def share(self: Spec, shard: Shard) -> Spec:
         """One rank's share under tensor parallelism: whole heads, and an equal part of each MLP's rows and of
@@ -603,14 +604,14 @@ class ModelSpec:
             tie_word_embeddings=self.tie_word_embeddings or headless,
         )
 
-    def check_drafts(self) -> LayerSpec:
-        """`mtp`. Raises UnsupportedModelError where there is none."""
+    def mtp_head(self) -> ModelSpec:
+        """The head of `mtp`, which norms what it gives on. Raises UnsupportedModelError without one."""
         if self.mtp is None:
             raise UnsupportedModelError(
                 "speculative_method=mtp needs a checkpoint of a family that brings such a head (Qwen3.5,"
                 " Qwen3-Next), of one layer: set it to ngram, eagle3 or none"
             )
-        return self.mtp
+        return replace(self, layers=(self.mtp,), mtp=None, bare_head=True, tie_word_embeddings=False)
 
     @property
     def outputs(self) -> int:
@@ -660,7 +661,7 @@ class ModelSpec:
     @property
     def bare(self) -> tuple[Product, ...]:
         """Products that neither add to the residual stream nor take a norm with them."""
-        return ()
+        return (self.head,) if self.bare_head else ()
 
     def known_name(self, name: str) -> str:
         """What a tensor of the checkpoint is called here."""

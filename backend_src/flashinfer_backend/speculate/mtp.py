@@ -42,14 +42,13 @@ class MtpHead(nn.Module):
     def __init__(self, target: Transformer) -> None:
         super().__init__()
         spec, hidden = target.spec, target.spec.hidden_size
-        own = spec.check_drafts()
-        self.spec: ModelSpec = replace(
-            spec, layers=(own,), mtp=None, tie_word_embeddings=False, ignored=OTHERS
-        )
+        self.spec: ModelSpec = replace(spec.mtp_head(), ignored=OTHERS)
         self.ops, self.dtype, self.device = target.ops, target.dtype, target.device
         self._target = [target]  # in a list: its parameters are not this module's
         table = target.attention_layers[0].cos_sin
-        self.layers = nn.ModuleList([AttentionLayer(own, self.spec, self.ops, table, self.dtype)])  # type: ignore[assignment]
+        self.layers = nn.ModuleList(
+            [AttentionLayer(self.spec.layers[0], self.spec, self.ops, table, self.dtype)]
+        )  # type: ignore[assignment]
         columns = 2 * hidden
         source = Source("mtp.fc", Part((hidden, columns), slice(0, hidden), slice(0, columns)))
         self._fc = Product("fc", (source,), None, "")

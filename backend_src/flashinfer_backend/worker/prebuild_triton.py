@@ -145,7 +145,7 @@ def call_operations(
     config: EngineConfig, model: ModelSpec, dtype: torch.dtype, drafter: ModelSpec | None = None
 ) -> None:
     """Every Triton operation of a step, in every variant that depends on the number of tokens or rows.
-    drafter: an EAGLE-3 head."""
+    drafter: a head with layers of its own."""
     from flashinfer_backend.attention import split, triton_copy, triton_decode
     from flashinfer_backend.ops.triton_inputs import step_inputs
     from flashinfer_backend.ops.triton_rope import rope_and_store

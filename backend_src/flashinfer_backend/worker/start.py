@@ -68,12 +68,14 @@ def start_runner(
     config = resolve_limits(config, spec.longest_seq_len)
     spec = spec.within(config.max_seq_len)
     spec.check_expert_groups(config.expert_parallel_size)
-    drafter = None
+    drafter: ModelSpec | None = None
     if config.draft_model != "none":
-        drafter = read_drafter(resolve_drafter_dir(config.draft_model), config.quantization == "fp8")
-        drafter.check_fits(spec, config.max_seq_len)
-        drafter = drafter.share(shard)
+        head = read_drafter(resolve_drafter_dir(config.draft_model), config.quantization == "fp8")
+        head.check_fits(spec, config.max_seq_len)
+        drafter = head.share(shard)
     spec = spec.share(shard)
+    if config.speculative_method == "mtp":
+        drafter = spec.mtp_head()
     device = _device(config, shard)
     dtype = _dtype(config, spec, device)
     plain_torch = _plain_torch(config, device, dtype)
