@@ -59,7 +59,13 @@ class Admission:
         return Request(
             handle=message.handle,
             prompt=prompt,
-            params=msgspec.structs.replace(params, end_id=end_id, late_ids=late_ids),
+            # Without an end to hold back it would only keep drafts away.
+            params=msgspec.structs.replace(
+                params,
+                end_id=end_id,
+                late_ids=late_ids,
+                min_tokens=params.min_tokens if end_id >= 0 or late_ids else 0,
+            ),
             max_new=max_new,
             share_prompt_with=message.share_prompt_with,
             arrival_ns=time.time_ns(),
