@@ -619,7 +619,8 @@ def test_a_call_that_the_limit_of_tokens_cut_is_not_said_to_be_whole(one_call: b
 
 
 def test_tokens_that_a_request_has_made_itself_are_not_cached_ones() -> None:
-    """Its second sequence finds what the first has made of their prompt, and may end before it."""
+    """Its second sequence finds what the first has made of their prompt, and may end before it. Drafts of
+    all its sequences count."""
     link: Any = SimpleNamespace(engines=SimpleNamespace(cancel=None))
     streams = Streams(link)
     row = GenerationRequest(np.arange(40, dtype="<i4"), SamplingParams(max_tokens=9))
@@ -630,6 +631,12 @@ def test_tokens_that_a_request_has_made_itself_are_not_cached_ones() -> None:
         usage.note(stream, Chunk([5], reports=[protocol.RowReport(1, perf=perf)]))
     details = usage.body()
     assert (details["prompt_tokens"], details["prompt_tokens_details"]) == (40, {"cached_tokens": 16})
+    assert "completion_tokens_details" not in details
+    for stream, drafted, right in ((first, 2, 1), (second, 5, 0), (first, 9, 4)):  # each says: so far
+        perf = protocol.Perf(1, 2, 3, 4, 5, 6, 7, drafted_tokens=drafted, accepted_tokens=right)
+        usage.note(stream, Chunk([5], reports=[protocol.RowReport(1, perf=perf)]))
+    told = {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 10}
+    assert usage.body()["completion_tokens_details"] == told
 
 
 @pytest.mark.parametrize(("items", "place"), [
