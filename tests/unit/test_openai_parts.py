@@ -633,7 +633,7 @@ def test_tokens_that_a_request_has_made_itself_are_not_cached_ones() -> None:
     assert (details["prompt_tokens"], details["prompt_tokens_details"]) == (40, {"cached_tokens": 16})
     assert "completion_tokens_details" not in details
     for stream, drafted, right in ((first, 2, 1), (second, 5, 0), (first, 9, 4)):  # each says: so far
-        perf = protocol.Perf(1, 2, 3, 4, 5, 6, 7, drafted_tokens=drafted, accepted_tokens=right)
+        perf = protocol.Perf(1, 2, 3, 4, 5, 6, 7, 16, drafted, right)
         usage.note(stream, Chunk([5], reports=[protocol.RowReport(1, perf=perf)]))
     told = {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 10}
     assert usage.body()["completion_tokens_details"] == told
