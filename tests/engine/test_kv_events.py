@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ import pytest
 import zmq
 
 from engine.harness import serve, start_core
+from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.sampling_params import SamplingParams
-from flashinfer_backend.engine.kv_events import Replay
+from flashinfer_backend.engine.kv_events import MOST_RECEIVED, Replay, _bound
 from ports import free_ports
 
 
@@ -153,3 +155,42 @@ def test_messages_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> 
         found = [late.recv_multipart() for _ in range(3)]
     replay.close()
     assert [(number[-1], len(data)) for _, number, data in found] == [(8, 10), (9, 90), (255, 0)]
+
+
+@pytest.mark.parametrize("kinds", [(zmq.PUB, zmq.SUB), (zmq.ROUTER, zmq.DEALER)])
+def test_who_sends_too_much_is_cut(kinds: tuple[int, int]) -> None:
+    endpoint = f"tcp://127.0.0.1:{free_ports(1)[0]}"
+    config = EngineConfig(model_dir="bundled", kv_events_endpoint=endpoint)
+    with _bound(kinds[0], "kv_events_endpoint", config, 0), zmq.Context.instance().socket(kinds[1]) as router:
+        router.linger = 0
+        monitor = router.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
+        router.connect(endpoint)
+        assert monitor.poll(10_000)
+        monitor.recv_multipart()
+        for size, cut in ((MOST_RECEIVED - 16, False), (MOST_RECEIVED + 1, True)):
+            text = b"x" * size
+            if kinds[1] == zmq.SUB:  # some bytes in front of it say that it is a subscription
+                router.subscribe(text)
+            else:
+                router.send(text)
+            assert bool(monitor.poll(10_000 if cut else 300)) == cut
+        router.disable_monitor()
+
+
+def test_the_end_does_not_wait_for_a_router_that_reads_slowly() -> None:
+    router = zmq.Context.instance().socket(zmq.ROUTER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    replay = Replay(router)
+    for number in range(9000):
+        replay.keep(number.to_bytes(8, "big"), bytes(7000))
+    with zmq.Context.instance().socket(zmq.DEALER) as late:
+        late.connect(f"tcp://127.0.0.1:{port}")
+        late.send_multipart([b"", bytes(8)])
+        assert late.poll(10_000)
+        ending = threading.Thread(target=replay.close)
+        ending.start()
+        numbers = []
+        while late.poll(500):
+            numbers.append(late.recv_multipart()[1])
+        ending.join()
+    assert 0 < len(numbers) < 9000 and numbers[-1] != b"\xff" * 8

@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 MEDIUM = "GPU"
 WAITING = 100_000  # messages for a subscriber that does not keep up; later ones are dropped for it
 KEPT, KEPT_BYTES = 10_000, 64 << 20  # messages that can be asked for again, and bytes of them
+MOST_RECEIVED = 1024  # bytes of a subscription or request; one of 200 MB held the engine up for 92 s
 END = b"\xff" * 8  # the number of an answer's last message
 CLOSE_S, READS_S = 0.2, 1.0  # until the end is noticed; for a router that asks and does not read
 IP_VARIABLE = "POD_IP"
@@ -74,6 +75,8 @@ class Replay:
                 wanted = [kept for kept in self._kept if kept[0] >= rest[1]]
             try:
                 for number, batch in [*wanted, (END, b"")]:
+                    if self._closed.is_set():
+                        break
                     self._socket.send_multipart([client, b"", number, batch])
             except zmq.ZMQError as error:
                 log.warning("KV events could not be sent again: %s", error.strerror)
@@ -153,6 +156,7 @@ def _bound(kind: int, knob: str, config: EngineConfig, engine: int) -> zmq.Socke
     endpoint = f"{host}:{int(port) + engine}"
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, MOST_RECEIVED)  # it closes a connection that sends more
     if kind == zmq.PUB:
         socket.setsockopt(zmq.SNDHWM, WAITING)
     try:
