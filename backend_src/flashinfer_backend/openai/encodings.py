@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-import gzip
-import io
 import zlib
 
 from flashinfer_backend.openai.errors import ApiError
 
 ENCODINGS = ("gzip", "deflate")
-# A gzip's members begin so (RFC 1952, 2.3); hardly anything else in one does. Each takes time, even an empty
-# one.
-MEMBER, MOST_MEMBERS = b"\x1f\x8b\x08", 4096
+MOST_MEMBERS = 4096  # of a gzip; each takes time, even an empty one
+GZIP, PIECE = zlib.MAX_WBITS + 16, 1 << 16
 
 
 def encoding_of(header: str) -> str | None:
@@ -33,7 +30,7 @@ def decompressed(body: bytes, encoding: str, most: int) -> bytes | None:
     """The body; None where it has more than `most` bytes. Raises ApiError where it cannot be read."""
     try:
         whole = _gunzipped(body, most) if encoding == "gzip" else _inflated(body, most)
-    except (zlib.error, gzip.BadGzipFile) as error:
+    except zlib.error as error:
         raise ApiError(f"the body is not in {encoding}, as its Content-Encoding says: {error}") from None
     except EOFError:
         raise ApiError(f"the body's {encoding} ends too early") from None
@@ -41,13 +38,28 @@ def decompressed(body: bytes, encoding: str, most: int) -> bytes | None:
 
 
 def _gunzipped(body: bytes, most: int) -> bytes:
-    """At most one byte more than `most`. Raises ApiError, BadGzipFile, zlib.error or EOFError."""
-    if (members := body.count(MEMBER)) > MOST_MEMBERS:
-        raise ApiError(
-            f"the body's gzip has {members} members; it should have at most {MOST_MEMBERS}: compress the"
-            " whole body at once"
-        )
-    return gzip.GzipFile(fileobj=io.BytesIO(body)).read(most + 1)
+    """At most one byte more than `most`. Raises ApiError, zlib.error or EOFError. Reads a piece at a time, as
+    zlib copies what lies behind a member."""
+    whole, reader, members = bytearray(), None, 0
+    for start in range(0, len(body), PIECE):
+        piece = body[start : start + PIECE]
+        while piece and len(whole) <= most:
+            if reader is None:
+                if not (piece := piece.lstrip(b"\0") if members else piece):
+                    break  # only padding is left of it
+                if (members := members + 1) > MOST_MEMBERS:
+                    raise ApiError(
+                        f"the body's gzip has more than {MOST_MEMBERS} members; compress the whole body at"
+                        " once"
+                    )
+                reader = zlib.decompressobj(GZIP)
+            whole += reader.decompress(piece, most + 1 - len(whole))
+            piece = reader.unused_data
+            if reader.eof:
+                reader = None
+    if reader is not None and len(whole) <= most:
+        raise EOFError
+    return bytes(whole)
 
 
 def _inflated(body: bytes, most: int) -> bytes:
