@@ -114,6 +114,7 @@ def test_custom_tools(scripted: OpenAiServer, client: openai.OpenAI) -> None:
         ({"format": {"type": "grammar", "syntax": "regex", "definition": "(?<=a)b"}}, "format.definition: "),
         ({"format": {"type": "grammar", "syntax": "regex"}}, "format should have the syntax regex"),
         ({"format": {"type": "json"}}, 'format.type is "json"'),
+        ({"format": {"type": "text", "syntax": "regex"}}, "format.syntax is not a field of"),
         ({"parameters": {}}, "parameters is not a field of a custom tool"),
     ):
         status, message, *_ = scripted.error(

@@ -276,6 +276,9 @@ def _custom_function(form: Any, place: str) -> dict[str, Any]:
             raise ApiError(f"{place}.format.definition: {error}", param="tools") from None
     elif form is not None and kind != "text":
         raise ApiError(f"{place}.format.type is {shown(kind)}; it should be text or grammar", param="tools")
+    known = {"type", "syntax", "definition"} if kind == "grammar" else {"type"}
+    if unknown := sorted((form or {}).keys() - known):
+        raise ApiError(f"{place}.format.{unknown[0]} is not a field of the format {kind}", param="tools")
     return {
         "strict": kind == "grammar",
         "parameters": {
