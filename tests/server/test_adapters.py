@@ -21,6 +21,7 @@ from tritonclient.utils import np_to_triton_dtype
 from engine.test_adapters import make_adapter, merged
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import BUNDLED, resolve_model_dir
+from flashinfer_backend.models.adapters import AdapterError
 from flashinfer_backend.serving.adapters import AdapterNames
 from flashinfer_backend.text.tokenizer import TextTokenizer
 
@@ -195,6 +196,24 @@ def test_processes_that_store_task_ids_at_once(adapters: dict[str, Path], tmp_pa
     left = sorted((each.name for each in (run_dir / "adapters").iterdir()), key=len)
     assert len(left) == 2  # a task id, and its weights
     assert AdapterNames(config, run_dir).task(int(left[0])).endswith(left[1])
+
+
+def test_two_models_do_not_take_the_same_name_at_once(adapters: dict[str, Path], tmp_path: Path) -> None:
+    config = EngineConfig(model_dir=BUNDLED, max_loras=1)
+
+    def load(model: str, other: str, turn: int) -> bool:
+        own, others = (AdapterNames(config, tmp_path / each) for each in (model, other))
+        try:
+            own.load(f"name-{turn}", adapters["named"], others=[others])
+        except AdapterError as error:
+            assert "is an adapter of another model; take another name" in str(error)
+            return False
+        return True
+
+    with ThreadPoolExecutor(2) as threads:
+        for turn in range(20):
+            done = [threads.submit(load, *each, turn) for each in (("a", "b"), ("b", "a"))]
+            assert sorted(each.result(timeout=60) for each in done) == [False, True]
 
 
 def test_build_refuses_what_does_not_fit(

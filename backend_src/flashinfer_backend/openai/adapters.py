@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -38,12 +39,6 @@ def door_of_load(doors: Sequence[Door], body: bytes) -> Door:
         raise ApiError(
             f"the model {door.name} was built without max_loras and takes no adapters", param="model"
         )
-    for other in doors:
-        if other is not door and other.has(request.lora_name):
-            raise ApiError(
-                f"`{request.lora_name}` is the model {other.name} or an adapter of it; take another name",
-                param="lora_name",
-            )
     return door
 
 
@@ -64,8 +59,8 @@ def read_unload(door: Door, body: bytes) -> UnloadRequest:
     return decode(UnloadRequest, body)
 
 
-async def load_adapter(door: Door, request: LoadRequest) -> Response:
-    """Lets requests ask for an adapter. Raises ApiError."""
+async def load_adapter(doors: Sequence[Door], door: Door, request: LoadRequest) -> Response:
+    """Lets requests ask for an adapter. doors: to all models. Raises ApiError."""
     adapters, root = door.adapters, Path(door.model.lora_root or "")
     assert adapters is not None and door.model.lora_root is not None
     try:
@@ -74,9 +69,12 @@ async def load_adapter(door: Door, request: LoadRequest) -> Response:
         raise ApiError(f"lora_path cannot be followed: {error}", param="lora_path") from None
     if root not in folder.parents:
         raise ApiError(f"lora_path should be a folder below {root} (--lora-root)", 403, "lora_path")
-    if request.lora_name in door.model.names:
-        raise ApiError(f"`{request.lora_name}` is the model's own name", param="lora_name")
-    await _try(lambda: adapters.load(request.lora_name, folder, request.load_inplace), 400, "lora_path")
+    for each in doors:
+        if request.lora_name in each.model.names:
+            raise ApiError(f"`{request.lora_name}` is the model {each.name}", param="lora_name")
+    others = [each.adapters for each in doors if each is not door and each.adapters is not None]
+    change = partial(adapters.load, request.lora_name, folder, request.load_inplace, others)
+    await _try(change, 400, "lora_path")
     return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' added successfully.")
 
 

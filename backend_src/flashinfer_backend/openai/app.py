@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,8 @@ def make_app(doors: Sequence[Door], access: Access) -> ASGIApp:
     post("/rerank", RerankRequest, read_rerank, rerank, "score", versions=("/v1", "/v2", ""))
     post("/score", ScoreRequest, read_score, score, "score")
     if any(door.adapters is not None and door.model.lora_root is not None for door in doors):
-        post("/load_lora_adapter", LoadRequest, read_load, load_adapter, choose=door_of_load)
+        load = partial(load_adapter, doors)
+        post("/load_lora_adapter", LoadRequest, read_load, load, choose=door_of_load)
         post("/unload_lora_adapter", UnloadRequest, read_unload, unload_adapter, choose=door_of_unload)
     if any(door.model.profiles for door in doors):
         choose = door_of_profile

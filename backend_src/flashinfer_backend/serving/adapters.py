@@ -11,7 +11,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -74,12 +75,20 @@ class AdapterNames:
         """Of an adapter; None where there is none of this name."""
         return self._fixed.get(name) or self._loaded().get(name)
 
-    def load(self, name: str, folder: Path, replace: bool = False) -> None:
-        """Let requests ask for the adapter in a folder. Raises AdapterError."""
+    def load(
+        self, name: str, folder: Path, replace: bool = False, others: Sequence[AdapterNames] = ()
+    ) -> None:
+        """Let requests ask for the adapter in a folder. others: of the server's other models, none of which
+        may have an adapter of this name. Raises AdapterError."""
         if not name or len(name) > 256:
             raise AdapterError("the adapter's name should have 1 to 256 characters")
         self._check(folder)
-        with rundir.locked(self._run_dir):
+        with ExitStack() as locks:
+            # Loads for all models take the first one's lock, so that no two of them take the same name.
+            for run_dir in sorted({self._run_dir, min(each._run_dir for each in (self, *others))}):
+                locks.enter_context(rundir.locked(run_dir))
+            if any(other.folder(name) is not None for other in others):
+                raise AdapterError(f"{shown(name)} is an adapter of another model; take another name")
             loaded = self._loaded()
             if name in self._fixed or (name in loaded and not replace):
                 raise AdapterError(
