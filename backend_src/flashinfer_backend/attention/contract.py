@@ -15,15 +15,15 @@ from flashinfer_backend.attention.batch import AttentionBatch
 class Variant(NamedTuple):
     """Attention whose scores change in a way of its own before the softmax, by a number for each query head.
 
-    declaration: for FlashInfer's FA2, CUDA text of a struct of this name that derives from
-    AttentionVariantBase. Its `params` have by_head (float [heads]) and sm_scale, and its transform of logits
-    multiplies them by sm_scale. It must keep to causal masks without windows.
+    transforms: for FlashInfer's FA2, CUDA text of its REGISTER_ macros, of a struct of this name
+    (flashinfer_calls.declaration). `params` have by_head (float [heads]) and sm_scale, and the transform of
+    logits multiplies these by sm_scale. Masks stay causal and without windows.
     scores: the same in plain torch, of scores float32 [B, H, Q, L], times their scale; the positions of keys
     and of queries, and by_head, which broadcast to it.
     """
 
     struct: str
-    declaration: str
+    transforms: str
     scores: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 

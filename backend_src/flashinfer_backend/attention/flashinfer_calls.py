@@ -52,6 +52,25 @@ class Call(NamedTuple):
     lengths: Lengths | None = None
 
 
+def declaration(variant: Variant) -> str:
+    """CUDA text of a variant's struct."""
+    return f"""
+struct {variant.struct} : AttentionVariantBase {{
+  static constexpr bool use_softmax = true;
+  uint32_t qo_len, kv_len, window_left;
+  float sm_scale_log2;
+
+  template <typename Params>
+  __device__ __host__ {variant.struct}(const Params& params, uint32_t batch_idx, uint8_t* smem_ptr) {{
+    qo_len = params.get_qo_len(batch_idx);
+    kv_len = params.get_kv_len(batch_idx);
+    window_left = kv_len;
+    sm_scale_log2 = math::log2e;
+  }}
+{variant.transforms}}};
+"""
+
+
 def batch_spec(
     backend: str,
     dtype: torch.dtype,
@@ -68,9 +87,10 @@ def batch_spec(
 
     if variant is not None:
         types = dtype, kv_dtype, dtype, torch.int32
-        named = repr((types, head_dim, variant.struct, variant.declaration))
+        text = declaration(variant)
+        named = repr((types, head_dim, variant.struct, text))
         uri = f"batch_prefill_{variant.struct.lower()}_{hashlib.sha256(named.encode()).hexdigest()[:16]}"
-        more = ["by_head"], ["float"], ["sm_scale"], ["double"], variant.struct, variant.declaration
+        more = ["by_head"], ["float"], ["sm_scale"], ["double"], variant.struct, text
         return modules.gen_customize_batch_prefill_module("fa2", uri, *types, head_dim, head_dim, *more)
     kv_dtype = dtype if backend == "fa3" else kv_dtype
     options = (0, window, soft_cap, False)  # no rope or float16 reduction

@@ -9,26 +9,12 @@ from torch import Tensor
 from flashinfer_backend.attention.contract import Variant
 
 # What FlashInfer gives a score that a mask leaves out is -math::inf, a finite number.
-DECLARATION = r"""
-struct Chunked : AttentionVariantBase {
-  static constexpr bool use_softmax = true;
-  uint32_t qo_len, kv_len, window_left;
-  float sm_scale_log2;
-
-  template <typename Params>
-  __device__ __host__ Chunked(const Params& params, uint32_t batch_idx, uint8_t* smem_ptr) {
-    qo_len = params.get_qo_len(batch_idx);
-    kv_len = params.get_kv_len(batch_idx);
-    window_left = kv_len;
-    sm_scale_log2 = math::log2e;
-  }
-
+TRANSFORMS = r"""
   REGISTER_LOGITS_TRANSFORM(params, logits, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, {
     const uint32_t chunk = uint32_t(params.by_head[qo_head_idx]);
     const bool seen = kv_idx / chunk == (kv_len - qo_len + qo_idx) / chunk;
     return seen ? logits * float(params.sm_scale) : -math::inf;
   })
-};
 """
 
 
@@ -38,4 +24,4 @@ def within_chunks(scores: Tensor, keys: Tensor, queries: Tensor, by_head: Tensor
     return scores.masked_fill(keys // chunk != queries // chunk, float("-inf"))
 
 
-CHUNKED = Variant("Chunked", DECLARATION, within_chunks)
+CHUNKED = Variant("Chunked", TRANSFORMS, within_chunks)
