@@ -89,7 +89,7 @@ class Load:
                     "max_tokens (knob schedule_policy=lof)"
                 )
             if "priority" in self.extra_body:
-                raise ValueError("extra_body must not hold priority beside priority_per_output_token")
+                raise ValueError("extra_body must not hold priority together with priority_per_output_token")
         if self.lora_modules and self.backend == "triton-grpc":
             raise ValueError("lora_modules is for HTTP: use backend triton, or an OpenAI server")
         if not self.ignore_eos:  # else nothing says how many tokens there were

@@ -282,7 +282,7 @@ def make_quantised(
 
 
 def sizes_of(kind: str) -> dict[str, Any]:
-    """Beside SIZES. The more layers there are, the earlier one rounds otherwise."""
+    """Config keys that a kind adds to SIZES. With more layers, roundings differ at earlier tokens."""
     few = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
     experts = EXPERT_SIZES | {"shared_expert_intermediate_size": 256} | few
     sizes = {"qwen3-moe": EXPERT_SIZES, "qwen3.5-moe": experts | DELTA_SIZES, "qwen3.5": DELTA_SIZES | few}

@@ -27,7 +27,7 @@ def compare_engines(
     **cache: bool,
 ) -> None:
     """Nothing compiles after start. Tokens are as near to the best ones, in the context that was produced, as
-    those of the same engine in plain torch: a bit of bfloat16 decides over roundings to e4m3 there, too.
+    those of the same engine in plain torch: one bit of bfloat16 can change a rounding to e4m3 there as well.
 
     checkpoint: its folder, and `logits` by the format's float64 model, which `cache` is handed to. factor: by
     how much tokens may be farther on average. fewer: the share of tokens that may be the best one less often.

@@ -192,7 +192,7 @@ WRONG = [
     (["--priority-per-output-token", "-1"], "a Triton ensemble knows the length by max_tokens"),
     (["--scenario", "small", "--priority-per-output-token", "-1"], "the scenario says that"),
     (["--backend", "openai", "--priority-per-output-token", "-1", "--extra-body", '{"priority": 1}'],
-     "must not hold priority beside"),
+     "must not hold priority together with"),
     (["--scenario", "small", "--request-rate", "3"], "--request-rate: the scenario says that"),
     (["--scenario", "rates-1-2-5-8"], "scenario rates-1-2-5-8 needs --data FILE"),
     (["--scenario", "small", "--data", "x"], "takes no --data"),

@@ -13,7 +13,7 @@ from flashinfer_backend.attention.batch import AttentionBatch
 
 
 class Variant(NamedTuple):
-    """Attention whose scores change in a way of its own before the softmax, by a number for each query head.
+    """Attention that changes scores before the softmax, by a number for each query head.
 
     transforms: for FlashInfer's FA2, CUDA text of its REGISTER_ macros, of a struct of this name
     (flashinfer_calls.declaration). `params` have by_head (float [heads]) and sm_scale, and the transform of

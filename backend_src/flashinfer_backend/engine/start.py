@@ -63,9 +63,9 @@ def start(
 ) -> Core:
     """Load the model and allocate everything, with tensor_parallel_size - 1 processes for the other ranks.
 
-    folder: the run directory, where these find each other and engines on the same GPUs take turns, and nobody
-    else may write; None: a temporary one, without turns. on_loss is told, in
-    a thread, when one of them has ended or hangs; None: this process ends then. name: of the engine, in the
+    folder: the run directory, which only this user can write to. The ranks find each other there, and engines
+    on the same GPUs take turns; None: a temporary one, without turns. on_loss is told, in a thread, when a
+    rank has ended or hangs; None: this process ends then. name: of the engine, in the
     other ranks' lines of the log; number: among those of the model. make_proposer: of what guesses the tokens
     that follow, which steps check.
     Raises ValueError or OSError with what to change.

@@ -467,7 +467,7 @@ def _sum(
     for i in tl.static_range(CHOSEN):
         there = inside
         if weights is not None:
-            # A weight that is not a number is one, too.
+            # NaN differs from zero, so its product counts.
             there = inside & (tl.load(weights + row * CHOSEN + i + 0 * n) != 0.0)
         total += tl.load(products + (row * CHOSEN + i) * columns + n, mask=there, other=0.0).to(tl.float32)
     if residual is not None:

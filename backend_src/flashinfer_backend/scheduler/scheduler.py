@@ -554,9 +554,9 @@ class Scheduler:
             self.prefilling.remove(request)
 
     def _save_generated(self, slot: int, tokens: int) -> None:
-        """Keep a sequence's state behind so many tokens in place of its last one. It gets a key when the
-        sequence leaves its slot: until then nobody knows the tokens. Sequences hold half of the snapshots at
-        most; the others are for those that can be found."""
+        """Keep a sequence's state behind `tokens` tokens in place of the one that was kept before. It gets a
+        key when the sequence leaves its slot, since the host does not know the tokens before. Sequences hold
+        at most half of the snapshots; the others are for states that can be found."""
         pool, request = self.kv_manager.snapshots, self.table.requests[slot]
         assert pool is not None and request is not None
         if not request.snapshot:

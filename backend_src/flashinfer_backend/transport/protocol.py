@@ -187,7 +187,7 @@ class Status(msgspec.Struct):
     longest_seq_len: int = 0  # the checkpoint's limit
     blocks_used: int = 0
     blocks_cached: int = 0
-    # Snapshots of states, of models that keep some: all, and those that can be found and nobody holds.
+    # Snapshots of states, where a model keeps some: all, and those that can be found and are not held.
     snapshots: int = 0
     snapshots_cached: int = 0
     requests_active: int = 0

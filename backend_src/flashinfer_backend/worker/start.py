@@ -131,7 +131,7 @@ def start_runner(
     drafts = proposer.count if proposer is not None else 0
     enough = [group.enough_blocks(config.max_num_seqs, *lengths, drafts) for group in groups]
     states, snapshots = None, 0
-    if (kept := state_format(model, proposer.count if proposer is not None else 0)) is not None:
+    if (kept := state_format(model, drafts)) is not None:
         snapshots = model.collectives.minimum(_num_snapshots(config, model, kept, neighbours[shard.rank]))
         states = kept.allocate(config.max_num_seqs + 1 + snapshots, device)
     num_blocks = model.collectives.minimum(_num_blocks(config, model, groups, enough, neighbours[shard.rank]))

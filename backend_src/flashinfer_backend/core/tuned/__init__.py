@@ -41,7 +41,7 @@ Scales = Literal["none", "rows", "blocks", "4 bits"]
 
 class _Data(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def _check_powers(self, **fewest: int) -> None:
-        """Raises ValueError for a field that is no power of two of at least so much."""
+        """Raises ValueError for a field that is not a power of two, or is below its value in `fewest`."""
         for name, least in fewest.items():
             value = getattr(self, name)
             if value < least or value & (value - 1):

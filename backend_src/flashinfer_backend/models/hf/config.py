@@ -679,7 +679,7 @@ def parts(modules: Sequence[str], rows: Sequence[int], columns: int) -> list[Sou
 
 
 def taking_turns(module: str, turns: int, rows: Sequence[int], columns: int) -> list[list[Source]]:
-    """A matrix whose parts of so many `rows` follow each other `turns` times: the sources of each part."""
+    """The sources of each part of a matrix in which parts of `rows` rows alternate `turns` times."""
     found: list[list[Source]] = [[] for _ in rows]
     whole, start = (turns * sum(rows), columns), 0
     for turn in range(turns):
