@@ -8,7 +8,9 @@ import zlib
 from flashinfer_backend.openai.errors import ApiError
 
 ENCODINGS = ("gzip", "deflate")
-MOST_MEMBERS = 4096  # of a gzip; each takes time, even an empty one
+# A gzip's members begin so (RFC 1952, 2.3); hardly anything else in one does. Each takes time, even an empty
+# one.
+MEMBER, MOST_MEMBERS = b"\x1f\x8b\x08", 4096
 GZIP, PIECE = zlib.MAX_WBITS + 16, 1 << 16
 
 
@@ -40,19 +42,19 @@ def decompressed(body: bytes, encoding: str, most: int) -> bytes | None:
 def _gunzipped(body: bytes, most: int) -> bytes:
     """At most one byte more than `most`. Raises ApiError, zlib.error or EOFError. Reads a piece at a time, as
     zlib copies what lies behind a member."""
-    whole, reader, members = bytearray(), None, 0
+    if (members := body.count(MEMBER)) > MOST_MEMBERS:
+        raise ApiError(
+            f"the body's gzip has {members} members; it should have at most {MOST_MEMBERS}: compress the"
+            " whole body at once"
+        )
+    whole, reader, begun = bytearray(), None, False
     for start in range(0, len(body), PIECE):
         piece = body[start : start + PIECE]
         while piece and len(whole) <= most:
             if reader is None:
-                if not (piece := piece.lstrip(b"\0") if members else piece):
+                if not (piece := piece.lstrip(b"\0") if begun else piece):
                     break  # only padding is left of it
-                if (members := members + 1) > MOST_MEMBERS:
-                    raise ApiError(
-                        f"the body's gzip has more than {MOST_MEMBERS} members; compress the whole body at"
-                        " once"
-                    )
-                reader = zlib.decompressobj(GZIP)
+                reader, begun = zlib.decompressobj(GZIP), True
             whole += reader.decompress(piece, most + 1 - len(whole))
             piece = reader.unused_data
             if reader.eof:
