@@ -11,21 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from test_no_compilation import SIZES
 
 from checkpoints import make_checkpoint
 from flashinfer_backend.worker.start import GROWTH_BYTES
 
 pytestmark = pytest.mark.gpu
 
-SIZES = {
-    "vocab_size": 2048,
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 4096,
-}
 SETTINGS = {
     "device": "cuda",
     "tokenizer_dir": "bundled",

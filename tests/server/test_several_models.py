@@ -113,6 +113,8 @@ def test_adapters_are_loaded_for_the_model_that_takes_some(server: BothDoors) ->
     refused = asked(server, "/v1/load_lora_adapter", {**load, "lora_name": "code"}, 400)
     assert "`code` is the model code" in refused["error"]["message"]
     assert server.openai("/v1/load_lora_adapter", load)[0] == 200
+    refused = asked(server, "/v1/load_lora_adapter", load, 400)  # a second time
+    assert refused["error"]["param"] == "lora_name"
     assert completion(server, "late") not in (completion(server, "chat"), completion(server, "tale"))
     assert server.openai("/v1/unload_lora_adapter", {"lora_name": "late"})[0] == 200
     asked(server, "/v1/completions", {"model": "late", "prompt": PROMPT}, 404)

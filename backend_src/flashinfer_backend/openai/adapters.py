@@ -15,6 +15,7 @@ from flashinfer_backend.models.adapters import AdapterError
 from flashinfer_backend.openai.door import Door, able_door
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.requests import decode
+from flashinfer_backend.serving.adapters import NameTakenError
 
 
 class LoadRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -90,5 +91,7 @@ async def _try(change: Callable[[], None], status: int, param: str) -> None:
     try:
         # A slow disk, or a process that holds the lock, keeps no other request.
         await run_in_threadpool(change)
+    except NameTakenError as error:
+        raise ApiError(str(error), status, "lora_name") from None
     except AdapterError as error:
         raise ApiError(str(error), status, param) from None

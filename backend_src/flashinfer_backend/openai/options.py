@@ -57,6 +57,7 @@ def worker_options(
     """options: the parsed API_ARGUMENTS. models: name, settings and run directory of each; an empty name is
     that of its checkpoint. server: the process that the run directories are named by. Takes the keys out of
     this process's environment, so that no process that it starts has them. Raises ValueError or OSError."""
+    lora_root = _lora_root(options.lora_root, [config for _, config, _ in models])
     served = [
         Model(
             options.served_model_name or [name or _checkpoint_name(config)], config, str(folder),
@@ -64,8 +65,7 @@ def worker_options(
             template_file=str(options.chat_template.absolute()) if options.chat_template else None,
             tool_format=options.tool_format, reasoning_format=options.reasoning_format,
             openai_defaults=options.default_sampling == "openai", ignore_effort=options.ignore_effort,
-            lora_root=_lora_root(options.lora_root, [config for _, config, _ in models]),
-            max_prompt_bytes=options.max_prompt_bytes,
+            lora_root=lora_root, max_prompt_bytes=options.max_prompt_bytes,
         )
         for name, config, folder in models
     ]  # fmt: skip

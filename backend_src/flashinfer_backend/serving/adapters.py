@@ -45,6 +45,10 @@ _MODULES = {
 }
 
 
+class NameTakenError(AdapterError):
+    """A name that a new adapter cannot have."""
+
+
 class AdapterNames:
     """Of an engine's config: lora_modules, and what was loaded since."""
 
@@ -81,17 +85,17 @@ class AdapterNames:
         """Let requests ask for the adapter in a folder. others: of the server's other models, none of which
         may have an adapter of this name. Raises AdapterError."""
         if not name or len(name) > 256:
-            raise AdapterError("the adapter's name should have 1 to 256 characters")
+            raise NameTakenError("the adapter's name should have 1 to 256 characters")
         self._check(folder)
         with ExitStack() as locks:
             # Loads for all models take the first one's lock, so that no two of them take the same name.
             for run_dir in sorted({self._run_dir, min(each._run_dir for each in (self, *others))}):
                 locks.enter_context(rundir.locked(run_dir))
             if any(other.folder(name) is not None for other in others):
-                raise AdapterError(f"{shown(name)} is an adapter of another model; take another name")
+                raise NameTakenError(f"{shown(name)} is an adapter of another model; take another name")
             loaded = self._loaded()
             if name in self._fixed or (name in loaded and not replace):
-                raise AdapterError(
+                raise NameTakenError(
                     f"there is an adapter {shown(name)} already; unload it, or take another name"
                 )
             if len(loaded | {name: ""}) > MOST_NAMES:
