@@ -21,7 +21,8 @@ from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.models.hf.eagle3 import Eagle3Spec, eagle3
 from flashinfer_backend.models.spec import ModelSpec
 from flashinfer_backend.models.transformer import Transformer
-from flashinfer_backend.speculate.eagle3 import Eagle3, Head
+from flashinfer_backend.speculate.eagle3 import Head
+from flashinfer_backend.speculate.heads import HeadProposer
 from flashinfer_backend.speculate.proposer import DraftStep, MakeProposer, Slots
 
 DRAFT_VOCAB = 32000  # of published heads
@@ -45,7 +46,7 @@ class Replaying:
     history = False
 
     def __init__(
-        self, model: Transformer, count: int, accepted: float, head: Eagle3 | None = None, seed: int = 0
+        self, model: Transformer, count: int, accepted: float, head: HeadProposer | None = None, seed: int = 0
     ) -> None:
         """Changes the target's embedding and output projection; see above."""
         self.count, self._head = count, head
@@ -109,14 +110,14 @@ def share_kept(count: int, accepted: float) -> float:
     return high if accepted > 1 else 0.0
 
 
-def random_head(config: EngineConfig, model: Transformer, count: int) -> Eagle3:
+def random_head(config: EngineConfig, model: Transformer, count: int) -> HeadProposer:
     """A head of published size for the target; in FP8 where the target is quantised so on load."""
     spec = head_spec(model.spec)
     if config.quantization == "fp8":
         spec = spec.quantised_on_load()
     head = Head(spec, model, config.max_seq_len)
     head.load(Path(), "dummy")
-    return Eagle3(head, model, count)
+    return HeadProposer(head, model, count)
 
 
 def head_spec(target: ModelSpec) -> Eagle3Spec:

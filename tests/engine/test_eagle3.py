@@ -22,7 +22,8 @@ from flashinfer_backend.core.paths import named_folder
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.engine.start import Core
 from flashinfer_backend.models.transformer import Transformer
-from flashinfer_backend.speculate.eagle3 import Eagle3, load_eagle3
+from flashinfer_backend.speculate.eagle3 import load_eagle3
+from flashinfer_backend.speculate.heads import HeadProposer
 from flashinfer_backend.speculate.proposer import DraftStep, Slots
 
 SIZES: dict[str, Any] = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 256, "known": 100}
@@ -32,7 +33,7 @@ BLOCK = 64  # sequences are shorter: a draft's later tokens never want a block t
 class Recorded:
     """A proposer that notes its drafts: (slot, tokens in the cache) -> the last token and the drafts."""
 
-    def __init__(self, proposer: Eagle3) -> None:
+    def __init__(self, proposer: HeadProposer) -> None:
         self._proposer = proposer
         self.count, self.layers, self.cache_layers = proposer.count, proposer.layers, proposer.cache_layers
         self.history, self.defers = proposer.history, proposer.defers
@@ -210,7 +211,7 @@ def test_the_bundled_head_is_accepted(tmp_path: Path):
                 kept.append(len(found[-1]) / (client.loop.iteration - before))
         return found, kept
 
-    def make(config: EngineConfig, model: Transformer) -> Eagle3:
+    def make(config: EngineConfig, model: Transformer) -> HeadProposer:
         return load_eagle3(folder / "eagle3", model, 3, config.max_seq_len)
 
     plain, _ = answers(start_core(Path("bundled")), tmp_path / "plain")

@@ -26,7 +26,7 @@ from engine.test_runner_graphs import graphed
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import WeightsError
-from flashinfer_backend.speculate.eagle3 import Eagle3
+from flashinfer_backend.speculate.heads import HeadProposer
 from flashinfer_backend.speculate.mtp import load_mtp
 from flashinfer_backend.worker import graphs, runner
 from replayed import ReplayedCapture
@@ -96,7 +96,7 @@ def start(folder: Path, **settings: Any) -> tuple[Any, list[Recorded]]:
     found: list[Recorded] = []
 
     def make(config: EngineConfig, model: Transformer) -> Recorded:
-        found.append(Recorded(Eagle3(load_mtp(folder, model), model, 3)))
+        found.append(Recorded(HeadProposer(load_mtp(folder, model), model, 3)))
         return found[0]
 
     options: dict[str, Any] = {"tokens_per_block": BLOCK, "max_seq_len": BLOCK, "check_invariants": True}

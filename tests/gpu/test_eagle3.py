@@ -17,7 +17,8 @@ from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import named_folder
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.models.transformer import Transformer
-from flashinfer_backend.speculate.eagle3 import Eagle3, load_eagle3
+from flashinfer_backend.speculate.eagle3 import load_eagle3
+from flashinfer_backend.speculate.heads import HeadProposer
 
 pytestmark = pytest.mark.gpu
 
@@ -28,7 +29,7 @@ STORY = [0, *range(40, 60)]  # of the bundled model's tokens
 
 
 def maker(head: Path, fp8: bool = False) -> Any:
-    def make(config: EngineConfig, model: Transformer) -> Eagle3:
+    def make(config: EngineConfig, model: Transformer) -> HeadProposer:
         return load_eagle3(head, model, 3, config.max_seq_len, fp8=fp8)
 
     return make

@@ -17,7 +17,8 @@ from flashinfer_backend.models.hf import read_drafter, read_spec
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import WeightsError, load_weights
 from flashinfer_backend.ops import torch_ops
-from flashinfer_backend.speculate.eagle3 import Eagle3, load_eagle3
+from flashinfer_backend.speculate.eagle3 import load_eagle3
+from flashinfer_backend.speculate.heads import HeadProposer
 
 SIZES: dict[str, Any] = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 256, "known": 100}
 
@@ -30,7 +31,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
     return model
 
 
-def load(folder: Path, target: Transformer, **options: Any) -> Eagle3:
+def load(folder: Path, target: Transformer, **options: Any) -> HeadProposer:
     return load_eagle3(folder, target, count=3, positions=128, **options)
 
 

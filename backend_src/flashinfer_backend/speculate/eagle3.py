@@ -9,7 +9,6 @@ layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flashinfer_backend.attention.contract import Prepared
 from flashinfer_backend.models.checkpoint_kind import weight_files
 from flashinfer_backend.models.hf import read_drafter
 from flashinfer_backend.models.hf.eagle3 import Eagle3Spec
@@ -27,8 +25,8 @@ from flashinfer_backend.models.spec import Product
 from flashinfer_backend.models.transformer import AttentionLayer, Stream, Transformer, parameter, weight
 from flashinfer_backend.models.weights import WeightsError, load_weights, of_layers, of_product
 from flashinfer_backend.ops.weight import FLOATS, INTEGERS, Stored, Weight
-from flashinfer_backend.speculate.mtp import MtpHead
-from flashinfer_backend.speculate.proposer import DraftStep, Places, Slots
+from flashinfer_backend.speculate.heads import HeadProposer
+from flashinfer_backend.speculate.proposer import Places
 
 FIRST_LAYER = "midlayer"  # what SafeAILab's checkpoints call layers.0
 
@@ -196,52 +194,6 @@ class Head(nn.Module):
         return targets
 
 
-class Eagle3:
-    """The proposer, by an EAGLE-3 head or by the checkpoint's own (speculate.mtp). A position's keys and
-    values come from the token behind it as well: the last one of a cached block may have been computed in
-    front of another token, which is noticed in accepted drafts alone.
-    """
-
-    history = False
-
-    def __init__(self, head: Head | MtpHead, target: Transformer, count: int) -> None:
-        self.head, self.count, self.layers = head, count, head.taken
-        self.cache_layers, self._first = len(head.layers), len(target.spec.attentions)
-        # Keys and values of a second layer follow from the first one's attention.
-        self.defers = self.cache_layers == 1
-
-    def propose(self, step: DraftStep, state: Slots, count: int) -> Tensor:
-        assert step.hidden is not None and step.next_tokens is not None
-        head, caches = self.head, state.kv_layers[self._first :]
-        places = Places(step.positions, step.cache_locations, caches, self._attention(step.attention))
-        fed = step.next_tokens, head.join(step.hidden), places
-        if not count or not len(step.ends):
-            head.store(*fed)
-            return step.ends.new_empty((len(step.ends), count))
-        token, hidden = head.guess(head(*fed, step.ends))
-        drafts, size, slots = [token], state.block_size, step.sample_slots
-        # What the step has fed has blocks, and what is drafted may have none yet: that is not stored.
-        last = torch.zeros_like(state.lengths).scatter_reduce_(0, step.slots.long(), step.positions, "amax")
-        ahead = torch.arange(1, count, dtype=torch.int32, device=slots.device)
-        positions = step.positions[step.ends] + ahead.unsqueeze(1)
-        columns, known = positions // size, last[slots] // size
-        blocks = state.block_table[slots, torch.minimum(columns, known)]
-        locations = torch.where(columns > known, 0, blocks * size + positions % size)
-        for index in range(count - 1):
-            attend = self._attention(step.decode(index + 1))
-            places = Places(positions[index], locations[index], caches, attend)
-            token, hidden = head.guess(head(token, hidden, places))
-            drafts.append(token)
-        return torch.stack(drafts, dim=1)
-
-    def _attention(self, prepared: Prepared | None) -> Callable[[int, Tensor, Tensor], None]:
-        def attend(layer: int, q: Tensor, out: Tensor) -> None:
-            assert prepared is not None
-            prepared.run(self._first + layer, q, out)
-
-        return attend
-
-
 def load_eagle3(
     folder: Path,
     target: Transformer,
@@ -249,7 +201,7 @@ def load_eagle3(
     positions: int,
     load_format: str = "auto",
     fp8: bool = False,
-) -> Eagle3:
+) -> HeadProposer:
     """The proposer of `count` drafts by the head in a folder. positions: the most that a sequence has. fp8:
     the head's layers are quantised as they are read. Raises OSError or ValueError saying what is wrong."""
     spec = read_drafter(folder, fp8)
@@ -257,7 +209,7 @@ def load_eagle3(
         spec = replace(spec, layers=(replace(spec.layers[0], prefix=FIRST_LAYER), *spec.layers[1:]))
     head = Head(spec, target, positions)
     head.load(folder, load_format)
-    return Eagle3(head, target, count)
+    return HeadProposer(head, target, count)
 
 
 def _has_midlayer(folder: Path) -> bool:

@@ -6,7 +6,8 @@ from __future__ import annotations
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import resolve_drafter_dir, resolve_model_dir
 from flashinfer_backend.models.transformer import Transformer
-from flashinfer_backend.speculate.eagle3 import Eagle3, load_eagle3
+from flashinfer_backend.speculate.eagle3 import load_eagle3
+from flashinfer_backend.speculate.heads import HeadProposer
 from flashinfer_backend.speculate.mtp import load_mtp
 from flashinfer_backend.speculate.ngram import make_ngram
 from flashinfer_backend.speculate.proposer import MakeProposer
@@ -23,12 +24,12 @@ def chosen(config: EngineConfig) -> MakeProposer | None:
     return makers[config.speculative_method]
 
 
-def _make_mtp(config: EngineConfig, target: Transformer) -> Eagle3:
+def _make_mtp(config: EngineConfig, target: Transformer) -> HeadProposer:
     head = load_mtp(resolve_model_dir(config.model_dir), target, config.load_format)
-    return Eagle3(head, target, config.max_draft_len)
+    return HeadProposer(head, target, config.max_draft_len)
 
 
-def _make_eagle3(config: EngineConfig, target: Transformer) -> Eagle3:
+def _make_eagle3(config: EngineConfig, target: Transformer) -> HeadProposer:
     return load_eagle3(
         resolve_drafter_dir(config.draft_model), target, config.max_draft_len, config.max_seq_len,
         config.load_format, fp8=config.quantization == "fp8",
