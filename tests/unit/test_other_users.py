@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import tempfile
 import time
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 from flashinfer_backend.launch import environments
 from flashinfer_backend.launch.launcher import _parser
 from flashinfer_backend.transport import orphans, rundir
+from waiting import wait_for
 
 OTHER = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
@@ -60,21 +60,17 @@ def test_only_regular_files_of_this_user_in_shared_memory_are_touched(
 @as_root
 def test_a_process_of_another_user_is_no_stub() -> None:
     """Its command line named any file as its shared memory, to be removed."""
-    with tempfile.TemporaryDirectory() as folder:  # the other user has to come in
-        Path(folder).chmod(0o755)
-        model = Path(folder) / "model.py"
-        model.write_text("while :; do sleep 0.1; done")
-        line = ["/backends/triton_python_backend_stub", str(model), "region", "1", "1", "4194305"]
-        for user, found in ((OTHER, False), (0, True)):
-            process = subprocess.Popen(line, executable="/bin/bash", user=user)
+    line = ["/backends/triton_python_backend_stub", "/1/model.py", "region", "1", "1", "4194305"]
+    for user, found in ((OTHER, False), (0, True)):
+        # `yes` takes any arguments, and stands still once the pipe is full.
+        with subprocess.Popen(line, executable="/usr/bin/yes", user=user, stdout=subprocess.PIPE) as process:
             try:
                 told = Path(f"/proc/{process.pid}/cmdline")
-                while b"region" not in told.read_bytes():
-                    time.sleep(0.001)
+                wait_for(lambda told=told: b"region" in told.read_bytes(), "its command line")
                 assert (orphans.find_stub(process.pid) is not None) == found
+                assert process.poll() is None
             finally:
                 process.kill()
-                process.wait()
 
 
 def test_a_folder_that_others_prepared_is_refused(tmp_path: Path) -> None:
