@@ -101,14 +101,14 @@ def test_what_waits_for_room_is_not_looked_at_in_every_step(monkeypatch: pytest.
     monkeypatch.setattr(logits_room, "Entry", SeenEntry)
     engine_ = engine()
     for local_id in range(1, 101):
-        engine_.submit(local_id, 2, prompt_tokens=100, context_logits=True, timeout_us=local_id * 10**6)
+        engine_.submit(local_id, 2, prompt_tokens=100, context_logits=True, timeout_us=local_id * 10**8)
     engine_.step()
     waiting = len(engine_.loop.logits)
     assert waiting > 90
     looks.clear()
     now = time.monotonic_ns()
     assert not engine_.loop.logits.drop_late(now) and not looks
-    late = engine_.loop.logits.drop_late(now + 50 * 10**9)
+    late = engine_.loop.logits.drop_late(now + 5_000 * 10**9)
     assert [request.handle & 0xFF for request in late] == list(range(101 - waiting, 51))
     assert len(engine_.loop.logits) == 50
 
