@@ -18,6 +18,7 @@ _ASKS_FOR_IDS = re.compile(r"\bid\W{0,4}\|\s*length|call_id\W{0,4}\|\s*length")
 _COUNTS_CALLS = re.compile(r"tool_calls\W{0,4}\|\s*length")
 _SHOWS_FIRST_CALL = re.compile(r"tool_calls\[0\]")
 _SHOWS_ALL_CALLS = re.compile(r"\bin \w+(\.|\[.)tool_calls\b")
+INSTRUCTING = ("system", "developer")  # roles
 _NAMES_THINKING = re.compile(r"\bmessage(\.|\[.)thinking\b")
 
 
@@ -55,9 +56,11 @@ def _mended(messages: list[dict[str, Any]], source: str) -> Iterator[list[dict[s
             yield _with_single_calls(messages)
         if any(message.get("thinking") for message in messages):
             yield (messages := [_with_all_thought(message) for message in messages])
-        yield (messages := with_joined_neighbours(messages))
-        if _COUNTS_CALLS.search(source):
-            yield _with_single_calls(messages)
+        for form in (messages, _with_late_instructions_by_user(messages)):
+            yield form
+            yield (joined := with_joined_neighbours(form))
+            if _COUNTS_CALLS.search(source):
+                yield _with_single_calls(joined)
 
 
 def _with_short_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -118,6 +121,14 @@ def _with_all_thought(message: dict[str, Any]) -> dict[str, Any]:
     if not (message.get("tool_calls") and message.get("thinking") and message["content"]):
         return message
     return {**message, "thinking": f"{message['thinking']}\n{message['content']}", "content": ""}
+
+
+def _with_late_instructions_by_user(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages of the system that come later than at the beginning become the user's, in their places, for
+    templates that refuse them there, as Qwen3.5's. Agents send such messages."""
+    first = next((n for n, m in enumerate(messages) if m["role"] not in INSTRUCTING), len(messages))
+    late = [{**m, "role": "user"} if m["role"] in INSTRUCTING else m for m in messages[first:]]
+    return messages[:first] + late
 
 
 def _is_id(value: Any) -> bool:
