@@ -55,9 +55,66 @@ TEMPLATE = """\
 {% else %}{# </think> #}{% endif %}\
 <|{{ 'thinking' if enable_thinking else tools[0].function.name if tools else 'text' }} \
 {{ messages | selectattr('role', 'equalto', 'tool') | list | length }}|>{% endif %}"""
+# As Qwen3.5's and later ones: reasoning that the template opens or closes, efforts of three names, calls as
+# XML, reasoning of earlier turns unless it is dropped, and the system's message at the beginning alone. The
+# mark says whether the answer begins with reasoning, and how many results are there already.
+QWEN_TEMPLATE = r"""\
+{% set effort = reasoning_effort | default('xhigh') %}
+{% if effort not in ['low', 'medium', 'xhigh'] %}{{ raise_exception('no effort ' ~ effort) }}{% endif %}
+{% set thinks = enable_thinking is undefined or enable_thinking is true %}
+{% set seen = namespace(question=-1, results=0) %}
+{% for message in messages %}
+{% if message.role == 'user' %}{% set seen.question = loop.index0 %}
+{% elif message.role == 'tool' %}{% set seen.results = seen.results + 1 %}
+{% elif message.role == 'system' and not loop.first %}{{ raise_exception('the system is late') }}
+{% endif %}
+{% endfor %}
+{% if seen.question < 0 %}{{ raise_exception('nothing is asked') }}{% endif %}
+{{- '[effort: ' ~ effort ~ ']\n' if thinks -}}
+{% if tools %}
+{{- '[tools: ' ~ tools | tojson ~ ' as <tool_call> <function=name> <parameter=name> value]\n' -}}
+{% endif %}
+{% for message in messages %}
+{% if message.role == 'assistant' %}
+{{- '[assistant]\n' -}}
+{% if preserve_thinking is undefined or preserve_thinking or loop.index0 > seen.question %}
+{{- '<think>\n' ~ message.reasoning_content | default('', true) | trim ~ '\n</think>\n\n' -}}
+{% endif %}
+{{- message.content | trim -}}
+{% for call in message.tool_calls or [] %}
+{{- '\n\n' if loop.first and message.content else '' if loop.first else '\n' -}}
+{{- '<tool_call>\n<function=' ~ call.function.name ~ '>\n' -}}
+{% for name, value in call.function.arguments | items %}
+{{- '<parameter=' ~ name ~ '>\n' ~ (value if value is string else value | tojson) ~ '\n</parameter>\n' -}}
+{% endfor %}
+{{- '</function>\n</tool_call>' -}}
+{% endfor %}
+{{- '[end]\n' -}}
+{% elif message.role == 'tool' %}
+{{- '' if loop.previtem and loop.previtem.role == 'tool' else '[user]' -}}
+{{- '\n<tool_response>\n' ~ message.content | trim ~ '\n</tool_response>' -}}
+{{- '' if loop.nextitem and loop.nextitem.role == 'tool' else '[end]\n' -}}
+{% else %}
+{{- '[' ~ message.role ~ ']\n' ~ message.content | trim ~ '[end]\n' -}}
+{% endif %}
+{% endfor %}
+{% if add_generation_prompt %}
+{{- '[assistant]\n<think>\n' ~ ('' if thinks else '\n</think>\n\n') -}}
+{{- '<|' ~ ('thinking' if thinks else 'quick') ~ ' ' ~ seen.results ~ '|>' -}}
+{% endif %}
+"""
+QWEN: dict[str, list[str]] = {
+    "thinking 0": [
+        *("I need ", "the weather.\n", "</think>\n", "\nI look.\n\n", "<tool_call>\n<function="),
+        *("weather>\n<parameter=city>\nU", "lm\n</para", "meter>\n<parameter=days>\n3\n</parameter>\n"),
+        "</function>\n</tool_call>",
+    ],
+    "thinking 1": ["That was ", "simple.\n</think>\n\n", "It rains ", "in Ulm."],
+    "quick 0": ["It is ", "four."],
+}
 
 
-def scripted_model(folder: Path, script: Mapping[str, Sequence[str]]) -> Path:
+def scripted_model(folder: Path, script: Mapping[str, Sequence[str]], template: str = TEMPLATE) -> Path:
     """Writes the checkpoint and returns its folder. script: by the mark that ends a prompt (its words alone)
     the pieces of the answer, a token each; pieces of all answers differ. Any other token is followed by the
     end."""
@@ -99,5 +156,5 @@ def scripted_model(folder: Path, script: Mapping[str, Sequence[str]]) -> Path:
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings.pop("chat_template", None)
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "chat_template.jinja").write_text(template)
     return folder

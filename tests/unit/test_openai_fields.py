@@ -26,6 +26,7 @@ from flashinfer_backend.openai.model import Model
 from flashinfer_backend.openai.no_effect import NO_EFFECT
 from flashinfer_backend.openai.sampling import guide_of
 from flashinfer_backend.openai.template import ChatTemplate
+from scripted_model import QWEN_TEMPLATE
 
 DOCS = Path(__file__).parents[2] / "docs" / "openai.md"
 CHAT: Any = {"messages": []}
@@ -95,6 +96,12 @@ def test_the_page_shows_the_table() -> None:
         ("{{ reasoning_effort }}", "none", False, {"reasoning_effort": "none"}),
         ("x", "none", False, {}),
         ("{% if enable_thinking %}{% endif %}", "none", False, {"enable_thinking": False}),
+        (QWEN_TEMPLATE, "none", False, {"enable_thinking": False}),
+        (QWEN_TEMPLATE, "minimal", False, {"reasoning_effort": "low"}),
+        (QWEN_TEMPLATE, "medium", False, {"reasoning_effort": "medium"}),
+        (QWEN_TEMPLATE, "high", False, {"reasoning_effort": "xhigh"}),
+        (QWEN_TEMPLATE, "max", False, {"reasoning_effort": "xhigh"}),
+        (QWEN_TEMPLATE, "extreme", False, {"reasoning_effort": "extreme"}),
         ("x", "low", True, {}),
         ("x", "low", False, None),
         ("x", 5, True, None),

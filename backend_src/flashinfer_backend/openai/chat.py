@@ -336,7 +336,7 @@ async def chat(door: Door, asked: tuple[ChatRequest, str, Turn]) -> Response:
 
 
 def add_effort(door: Door, variables: dict[str, Any], effort: Any, param: str) -> None:
-    """Gives it to the template. Where that has none, `none` switches reasoning off, if there is a switch.
+    """Gives it to the template. `none` switches reasoning off instead, if there is a switch.
     param: the field's place in the request. Raises ApiError where chat_template_kwargs says another one, and
     for an effort that the template has not, unless the server is to ignore it."""
     other = variables.get("reasoning_effort", effort)
@@ -348,11 +348,15 @@ def add_effort(door: Door, variables: dict[str, Any], effort: Any, param: str) -
     if not isinstance(effort, str):
         raise ApiError(f"{param} is {shown(effort)}; it should be a text, such as low", param=param)
     template = door.template
-    if template is None or template.reads("reasoning_effort"):
+    if template is None:
         variables["reasoning_effort"] = effort
+    elif effort == "none" and template.switch is not None and template.reads(template.switch):
+        variables.pop("reasoning_effort", None)
+        variables.setdefault(template.switch, False)
+    elif template.reads("reasoning_effort"):
+        variables["reasoning_effort"] = template.effort(effort)
     elif effort == "none":
-        if template.switch is not None and template.reads(template.switch):
-            variables.setdefault(template.switch, False)
+        pass
     elif door.model.ignore_effort:
         _log_ignored()
     else:

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +29,7 @@ SWITCHES = {
     "enable_thinking": r"\benable_thinking\b",
     "thinking": r"\bthinking is (not )?defined|\bif thinking\b",
 }
+EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")  # of reasoning, from little to much
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
@@ -68,6 +71,24 @@ class ChatTemplate:
     def switch(self) -> str | None:
         """The variable that switches reasoning."""
         return next((name for name, use in SWITCHES.items() if re.search(use, self.source)), None)
+
+    def effort(self, effort: str) -> str:
+        """The effort as the template takes it: the next higher one where it refuses the name, or else the
+        next lower one. Names that are none of EFFORTS stay."""
+        if effort not in EFFORTS or not self._efforts:
+            return effort
+        rank = EFFORTS.index(effort)
+        return min(self._efforts, key=lambda name: ((n := EFFORTS.index(name)) < rank, abs(n - rank)))
+
+    @cached_property
+    def _efforts(self) -> list[str]:
+        """Those that the template does not refuse."""
+        found = []
+        for effort in EFFORTS:
+            with contextlib.suppress(ApiError):
+                self.render([{"role": "user", "content": "?"}], variables={"reasoning_effort": effort})
+                found.append(effort)
+        return found
 
     def render(
         self,
