@@ -32,6 +32,7 @@ CASES = [(layout, "llama") for layout in INT4_LAYOUTS] + [
     ("gptq", "qwen3-moe-mixed"),
     ("packed", "qwen3-moe"),
     ("awq", "qwen3.5"),
+    ("packed", "qwen3.5"),  # a matrix that is read in parts, without the order of its columns
     ("gptq", "qwen3-next"),
 ]
 

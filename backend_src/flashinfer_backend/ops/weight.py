@@ -66,7 +66,8 @@ class Stored(NamedTuple):
             for each in (self, other):
                 each.take(found[each.cut(tuple(found.shape))] if found.dim() else found)
 
-        return Stored(self.shapes, self.dtypes, take, fills=f"{self.fills}; {other.fills}")
+        optional, fills = self.optional and other.optional, f"{self.fills}; {other.fills}"
+        return Stored(self.shapes, self.dtypes, take, optional=optional, fills=fills)
 
     def cut(self, shape: tuple[int, ...]) -> tuple[slice, ...]:
         """What to read of a tensor of this shape."""
