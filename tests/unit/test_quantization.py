@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -258,6 +259,32 @@ def test_tensors_that_do_not_fit_are_refused(tmp_path, layout, edit, message):
         folder = make_int4(layout, "llama", tmp_path).folder
     with pytest.raises(WeightsError, match=message):
         load(edited(folder, edit))
+
+
+@pytest.mark.parametrize(
+    ("layout", "reason"),
+    [
+        ("ct-dynamic", r"in_proj_b\.weight is F8_E4M3; only F32, F16, BF16 are loaded"),
+        ("awq", r"layers\.0\.linear_attn\.in_proj_b should have 16 bits"),
+        ("packed", r"layers\.0\.linear_attn\.in_proj_b should have 16 bits"),
+    ],
+)
+def test_decays_and_betas_of_delta_nets_have_16_bits(tmp_path, layout, reason):
+    """As in published checkpoints, whose tools leave them out."""
+    make: Any = make_quantised if layout in LAYOUTS else make_int4
+    folder = make(layout, "qwen3.5", tmp_path).folder
+    load(folder)
+    module = "model.layers.0.linear_attn.in_proj_b"
+
+    def quantise(tensors):
+        weight = tensors.pop(f"{module}.weight")
+        if layout in LAYOUTS:
+            tensors[f"{module}.weight"] = weight.to(torch.float8_e4m3fn)
+        else:
+            tensors[f"{module}.{'qweight' if layout == 'awq' else 'weight_packed'}"] = weight
+
+    with pytest.raises(WeightsError, match=reason):
+        load(edited(folder, quantise))
 
 
 def test_tensors_that_may_be_missing(tmp_path):

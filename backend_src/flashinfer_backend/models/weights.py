@@ -33,6 +33,7 @@ _COMPUTED_SUFFIX = ".rotary_emb.inv_freq"
 # What a weight is multiplied by in a checkpoint, by its format; without one, its elements are scaled
 # themselves.
 SCALES = ("weight_scale", "weight_scale_inv", "scales")
+PACKED = (".qweight", ".weight_packed")  # ends of names of matrices of 4 bits
 SMALL = 1 << 16  # bytes: norms and scales, of which some are looked at on the host
 # Of keys' and values' scales: compressed-tensors', ModelOpt's, and older ones of compressed-tensors.
 KV_SCALE_NAMES = ("{0}_scale", "{0}_proj.{0}_scale", "{0}_proj.output_scale")
@@ -405,8 +406,11 @@ def _find(model: Model, model_dir: Path, targets: dict[str, Stored]) -> list[_Te
                     place = Place(path, *bytes_of, stored[:0].dtype)
                 found[known] = _Tensor(path, name, target, cut, nbytes, place, header.state)
     if unexpected:
+        packed = [name.rpartition(".")[0] for name in unexpected if name.endswith(PACKED)]
+        dense = [module for module in packed if f"{spec.known_name(module)}.weight" in targets]
+        cure = f". {some(dense)} should have 16 bits, whatever the other products have" if dense else ""
         raise WeightsError(
-            f"{model_dir} has tensors that config.json does not account for: {some(unexpected)}"
+            f"{model_dir} has tensors that config.json does not account for: {some(unexpected)}{cure}"
         )
     within = {name for tensor in found.values() for name in tensor.target.instead}
     if twice := sorted(within & found.keys()):
