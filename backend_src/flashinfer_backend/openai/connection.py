@@ -85,11 +85,12 @@ class _Answers:
         async def noted(message: Message) -> None:
             nonlocal ended, unchunked
             connection.answering = True
-            if message["type"] == "http.response.start" and scope["http_version"] == "1.0":
+            old = scope["http_version"] == "1.0" and scope["method"] != "HEAD"
+            if message["type"] == "http.response.start" and old:
                 unchunked = all(name != b"content-length" for name, _ in message.get("headers", ()))
-            if unchunked:  # its cycle of this request takes a body of the length that it expects
-                cycle: Any = getattr(send, "__self__")  # noqa: B009
-                cycle.chunked_encoding, cycle.expected_content_length = False, len(message.get("body", b""))
+            if unchunked:  # uvicorn adds nothing to an answer to HEAD, and writes no body
+                scope["method"] = "HEAD"
+                connection.write(message.get("body", b""))
             await send(message)
             if message["type"] == "http.response.body" and not message.get("more_body", False):
                 ended = True
@@ -140,6 +141,10 @@ class Connection(asyncio.Protocol):
         self._stop_waiting()
         self._open.discard(self)
         self._inner.connection_lost(exc)
+
+    def write(self, body: bytes) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(body)
 
     def pause_writing(self) -> None:
         self._inner.pause_writing()
