@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 import tritonclient.grpc as grpcclient
+from asking import int32, stream
 from running import Server
-from test_generate import int32, stream
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 

@@ -11,8 +11,8 @@ import socket
 import urllib.request
 from collections.abc import Callable, Iterator
 
+from asking import PROMPT
 from running import ROOT, Server, wait_for
-from test_generate import PROMPT
 
 ENDLESS = {"end_id": 1048576}
 BLOCKS = 40

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from asking import PROMPT
 from running import ROOT, Server, build_repository, wait_for
-from test_generate import PROMPT
 
 from ports import free_ports
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import tritonclient.grpc as grpcclient
+from asking import PROMPT
 from running import Server, running
-from test_generate import PROMPT
 from tritonclient.utils import InferenceServerException
 
 from flashinfer_backend.launch.launcher import CLOSED, UNSENDABLE

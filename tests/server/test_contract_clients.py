@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from asking import int32, strings
 from contract import (
     OUT_OF_VOCABULARY,
     PROMPT,
@@ -30,7 +31,6 @@ from contract import (
     output_names,
 )
 from running import Server
-from test_generate import int32, strings
 
 from flashinfer_backend.core.paths import resolve_model_dir
 

@@ -13,10 +13,10 @@ import re
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
+from asking import inputs, int32, stream, strings
 from contract import LLM, PROMPT, flag, ids_request, number
 from running import Server
 from test_contract_unary import Unary
-from test_generate import inputs, int32, stream, strings
 from tritonclient.utils import InferenceServerException
 
 Values = dict[str, np.ndarray]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from asking import int32, strings
 from contract import (
     PROMPT,
     TEXT,
@@ -28,7 +29,6 @@ from contract import (
     words,
 )
 from running import Server
-from test_generate import int32, strings
 from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 BOTH_MIN = ("min_tokens", "min_length")
@@ -44,6 +44,8 @@ def test_prompt_is_in_front_unless_excluded(contract: Server) -> None:
     assert generate(contract, exclude_input_in_output=True)[TEXT] == completion
     for excluded in (True, False):  # a stream never holds the prompt
         assert text_of(events(contract, exclude_input_in_output=excluded)) == completion
+    for count in (1, 2):
+        assert text_of(events(contract, count)) == decode(greedy(PROMPT, count))
 
 
 def test_values_of_the_sampling_inputs_that_mean_greedy(contract: Server) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
+from asking import inputs, int32, strings
 from contract import (
     LLM,
     OUT_OF_VOCABULARY,
@@ -28,7 +29,6 @@ from contract import (
     stream,
 )
 from running import Server, wait_for
-from test_generate import inputs, int32, strings
 
 N = 16
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
+from asking import inputs, int32
 from contract import LLM, PROMPT, answers, encode, flag, greedy, ids_request, logits, number, refusal
 from running import Server
-from test_generate import inputs, int32
 
 REFUSED: dict[str, np.ndarray] = {
     "encoder_input_features": np.ones((1, 2, 2), np.float16),

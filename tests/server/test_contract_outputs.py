@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from asking import int32, strings
 from contract import (
     PROMPT,
     TEXT,
@@ -25,7 +26,6 @@ from contract import (
     output_names,
 )
 from running import Server
-from test_generate import int32, strings
 
 ALWAYS = {"model_name", "model_version", TEXT, "finish_reason"}
 PERF = {
@@ -223,6 +223,12 @@ def test_finish_reason_comes_with_the_last_chunk(
     chunks = events(contract, N, **values)
     assert [chunk.get("finish_reason") for chunk in chunks] == [None] * (len(chunks) - 1) + [reason]
     assert generate(contract, N, **values)["finish_reason"] == reason
+
+
+def test_an_answer_ends_by_itself_unless_its_end_id_is_another(contract: Server) -> None:
+    asked = {"text_input": PROMPT, "max_tokens": 400, "stream": True}
+    assert contract.post(asked, stream=True)[-1]["finish_reason"] == "stop"
+    assert contract.post({**asked, "end_id": 1048576}, stream=True)[-1]["finish_reason"] == "length"
 
 
 def test_a_batch_tags_its_rows_and_its_sequences(contract: Server) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from asking import int32, strings
 from contract import PROMPT, encode, number, tokenizer, words
 from running import Server
 from test_contract_unary import Unary
-from test_generate import int32, strings
 from tritonclient.utils import InferenceServerException
 
 from flashinfer_backend.text.chunk import LAST, NO_LIMIT, pack_chunk

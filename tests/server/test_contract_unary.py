@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
+from asking import inputs, int32, strings
 from contract import LLM, PROMPT, TEXT, decode, encode, flag, greedy, ids_request, log_probs, logits
 from running import EngineWatch, Server, wait_for
-from test_generate import inputs, int32, strings
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 N = 12

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import yaml
+from asking import PROMPT
 from running import ROOT, Server, wait_for
-from test_generate import PROMPT
 
 from ports import free_ports
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+from asking import PROMPT, int32, stream, strings
 from running import Server
-from test_generate import PROMPT, int32, stream, strings
 
 LONG = "word " * 3000
 

@@ -19,8 +19,8 @@ import numpy as np
 import psutil
 import pytest
 import tritonclient.grpc as grpcclient
+from asking import PROMPT, inputs, int32, strings
 from running import ROOT, EngineWatch, Server, wait_for
-from test_generate import PROMPT, inputs, int32, strings
 
 from client import perf_analyzer
 

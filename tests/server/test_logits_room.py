@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import tritonclient.grpc as grpcclient
+from asking import inputs, int32, stream, strings
 from contract import LLM
 from running import JSON_LOGITS_MIB, LLM_LOGITS_MIB, EngineWatch, Server, wait_for
-from test_generate import inputs, int32, stream, strings
 
 ROW = 4 * 2048  # bytes of a token's logits
 ROWS = (LLM_LOGITS_MIB << 20) // ROW

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from asking import PROMPT
 from metering import BLOCKS, LABEL, documented, idle, scrape, shown, shown_once
 from running import ROOT, Server
-from test_generate import PROMPT
 
 MODELS = ("ensemble", "preprocessing", "llm", "postprocessing")
 

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
+from asking import PROMPT, inputs, int32, stream, strings
 from metering import BLOCKS, ENDLESS, Shown, idle, leaving, metrics_port_open, shown, shown_once
 from running import Server, build_repository, plain_command, running, wait_for
-from test_generate import PROMPT, inputs, int32, stream, strings
 
 HISTOGRAMS = (
     "nv_llm_input_token_len",

@@ -16,8 +16,8 @@ import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 
 import pytest
+from asking import PROMPT
 from running import ROOT, Server, wait_for
-from test_generate import PROMPT
 
 from ports import free_ports
 

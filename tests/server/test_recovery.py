@@ -23,9 +23,9 @@ import numpy as np
 import psutil
 import pytest
 import tritonclient.grpc as grpcclient
+from asking import PROMPT, inputs, int32, strings
 from contract import decode, greedy
 from running import EngineWatch, Server, build_repository, plain_command, running, wait_for
-from test_generate import PROMPT, inputs, int32, strings
 from tritonclient.utils import InferenceServerException
 
 from flashinfer_backend.core.paths import resolve_model_dir

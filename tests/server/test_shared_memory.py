@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
+from asking import PROMPT, inputs, int32
 from running import EngineWatch, Server, wait_for
-from test_generate import PROMPT, inputs, int32
 from tritonclient.utils import InferenceServerException
 
 WORDS = 900  # their logits have some 7 MiB, a stub's shared memory has 1 MiB at first
