@@ -101,7 +101,7 @@ class Case:
         runner, graph = core.runner, float("nan")
         if runner.graphs is not None:
             graphs = runner.adapted_graphs[0] if any(self.adapters) else runner.graphs
-            graph = graph_seconds(core, graphs, batch)
+            graph = graph_seconds(core, graphs)
         driver.drain()
         return seconds, graph
 

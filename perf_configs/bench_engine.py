@@ -148,13 +148,13 @@ def decode_steps(core: Core, batch: int, context: int, steps: int, vocab: int) -
     cpu = (time.thread_time() - cpu_began) / steps
     row = {"batch": batch, "context": context, "step_ms": wall * 1e3, "cpu_ms": cpu * 1e3}
     if core.runner.others is None:
-        graph = graph_seconds(core, core.runner.graphs, batch)
+        graph = graph_seconds(core, core.runner.graphs)
         row |= {"graph_ms": graph * 1e3, "idle_share": 1.0 - graph / wall}
     driver.drain()
     return row
 
 
-def graph_seconds(core: Core, graphs: DecodeGraphs | None, rows: int) -> float:
+def graph_seconds(core: Core, graphs: DecodeGraphs | None) -> float:
     """Device time of one replay of the decode graph that ran last, with what it read then; last tokens and
     lengths are put back, the cache positions that it writes are written again by the next real step."""
     assert graphs is not None, "the model's decode graphs are switched off"
@@ -162,7 +162,8 @@ def graph_seconds(core: Core, graphs: DecodeGraphs | None, rows: int) -> float:
     state = core.runner.state
     last_token, lengths = state.last_token.clone(), state.lengths.clone()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    graph = graphs.graph(rows)
+    graph = graphs.last
+    assert graph is not None, "no decode graph has run"
     for _ in range(3):
         graph.replay()
     state.lengths.copy_(lengths)

@@ -14,11 +14,14 @@ import torch.nn.functional as F
 
 from engine.harness import serve, start_core
 from engine.ranks_in_threads import start_ranks
+from flashinfer_backend.attention import prefixes as attention_prefixes
 from flashinfer_backend.attention import split
 from flashinfer_backend.attention.contract import StepShape
+from flashinfer_backend.attention.prefixes import PREFIX_WORDS, PrefixTiles
 from flashinfer_backend.attention.torch_paged import TorchPagedAttention
 from flashinfer_backend.cache.device import KVCache
 from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.worker import prefixes
 from flashinfer_backend.worker.device_state import DeviceState
 from flashinfer_backend.worker.graphs import DecodeGraphs
 from replayed import ReplayedCapture
@@ -85,19 +88,80 @@ class ItemAttention:
                 out[row * feeds + j] = attended[0, :, 0]
 
 
+class SharedItemAttention:
+    """The same of rows that share prefixes: what each of their tiles finds goes to the cells of its rows, and
+    is added up with what their own items find."""
+
+    reads_block_table = True
+
+    def __init__(
+        self, cache: KVCache, table: torch.Tensor, heads: int, rows: int, words: torch.Tensor
+    ) -> None:
+        self._cache, self._table, self._heads = cache, table, heads
+        self._tiles = PrefixTiles(rows, heads, cache.format.num_kv_heads)
+        own, tiles, self._order = words.split_with_sizes([len(words) - self._tiles.words, *self._tiles.sizes])
+        self._items, self._prefix_items = own.view(-1, split.ITEM_WORDS), tiles.view(-1, PREFIX_WORDS)
+        self.saved = 0  # tokens of all steps
+
+    def plan(self, batch: Any, host: np.ndarray) -> bool:
+        host[:] = 99
+        own = self._items.numel()
+        shared = self._tiles.split(batch.prefixes, batch.slots, len(self._items), host[own:])
+        items = host[:own].reshape(-1, split.ITEM_WORDS)
+        split.split_rows(batch.kv_lens, batch.slots, len(items), items, shared=shared)
+        self.saved += 0 if batch.prefixes is None else batch.prefixes.saved
+        return True
+
+    def run(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        found: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {row: [] for row in range(len(q))}
+        cells: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for first, count, start, end, cell, stride, slot, _ in self._prefix_items.tolist():
+            for place, row in enumerate(self._order[first : first + count].tolist()):
+                cells[cell + place * stride] = self._part(layer, q[row], slot, start, end)
+        for row, start, end, _, _, slot, parts, first in self._items.tolist():
+            if row >= 0:
+                if not found[row]:
+                    found[row] += [cells[first + part] for part in range(parts)]
+                found[row].append(self._part(layer, q[row], slot, start, end))
+        for row, parts in found.items():
+            weights = torch.stack([peak for peak, _ in parts]).softmax(0)
+            out[row] = (weights[..., None] * torch.stack([mean for _, mean in parts])).sum(0)
+
+    def _part(
+        self, layer: int, q: torch.Tensor, slot: int, start: int, end: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The logarithm of the sum of one row's weights [Hq], and the mean of the values by them [Hq, D]."""
+        keys, size = torch.arange(start, end), self._cache.format.block_size
+        blocks, places = self._table[slot, keys // size], keys % size
+        k, v = (
+            cache[blocks, places].repeat_interleave(self._heads // cache.shape[2], dim=1)
+            for cache in self._cache.layers[layer]
+        )
+        scores = torch.einsum("hd,thd->ht", q, k) * q.shape[-1] ** -0.5
+        return scores.logsumexp(1), torch.einsum("ht,thd->hd", scores.softmax(1), v)
+
+
 class ItemMixer:
     """A cache group's attention, whose decode graphs take ItemAttention."""
 
     def __init__(self, state: DeviceState, group: int) -> None:
+        self.sharing: list[SharedItemAttention] = []
         self._state, self._cache, self._window = state, state.caches[group], state.groups[group].window
         self.step = TorchPagedAttention(self._cache, state.model.spec.attention.heads, self._window).step
 
     def graph_words(self, shape: StepShape) -> int:
-        heads = self._state.model.spec.attention.kv_heads
-        return split.max_items(shape.rows, heads, False) * split.ITEM_WORDS
+        own = self._state.model.spec.attention
+        shared = PrefixTiles(shape.rows, own.heads, own.kv_heads).words if shape.shared else 0
+        return split.max_items(shape.rows, own.kv_heads, False) * split.ITEM_WORDS + shared
 
     def captured(self, shape: StepShape, table: Any, words: torch.Tensor, lengths: Any = None) -> Any:
         drafts = self._state.drafts.shape[1]
+        if shape.shared:
+            if self._window is not None:
+                return None
+            heads = self._state.model.spec.attention.heads
+            self.sharing.append(SharedItemAttention(self._cache, table, heads, shape.rows, words))
+            return self.sharing[-1]
         return ItemAttention(self._cache, table, shape, words, self._window, lengths, drafts)
 
 
@@ -130,6 +194,44 @@ def test_steps_of_graphs_give_the_tokens_of_steps_without(blocks: int, tmp_path:
         assert not blocks or core.scheduler.preemptions
     assert capture.replays > 50
     assert produced[0] == produced[1]
+
+
+DOCUMENTS = [[0, *range(40 + 500 * i, 40 + 500 * i + 150 + 70 * i)] for i in range(3)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rows_that_share_prefixes_read_them_once(ranks: int, tmp_path: Path, monkeypatch: Any) -> None:
+    """Sequences over three documents and over none come and go, some as several answers to one prompt."""
+    monkeypatch.setattr(prefixes, "LEAST_SAVED", 1 << 18)
+    monkeypatch.setattr(attention_prefixes, "_LEAST_PART", 64)
+    prompts = [[*([*DOCUMENTS, [0]][i % 4]), *range(1600 + 9 * i, 1607 + 9 * i + i)] for i in range(26)]
+    params = [
+        SamplingParams(max_tokens=8 + 3 * (i % 5), temperature=0.7 * (i % 2), seed=2**40 + i)
+        for i in range(len(prompts))
+    ]
+    settings = {"tokens_per_block": 16, "max_num_seqs": 16, "max_seq_len": 512, "max_num_tokens": 512}
+    produced, runners = [], []
+
+    def replace(runner: Any) -> None:
+        runners.append((runner, replayed(runner, [4, 16])))
+
+    for once in (False, True):
+        if not once:
+            core = start_core(Path("bundled"), **settings)
+        elif ranks == 1:
+            replace((core := start_core(Path("bundled"), **settings)).runner)
+        else:
+            core = start_ranks(Path("bundled"), ranks, monkeypatch, replace, **settings)
+        with serve(core, tmp_path / str(once)) as client:
+            produced.append(client.generate(prompts, params))
+            shared = [client.submit(prompts[0], each) for each in params[:1]]
+            shared += [client.submit(prompts[0], each, shared[0]) for each in params[1:6]]
+            client.wait(shared)
+            produced[-1] += [client.tokens[i] for i in shared]
+        core.close()
+    assert produced[0] == produced[1]
+    saved = [sum(own.saved for own in runner.state.attention.sharing) for runner, _ in runners]
+    assert len(saved) == ranks and saved[0] == saved[-1] > 5000
 
 
 def test_ranks_replay_the_same_and_one_of_them_keeps_logits(tmp_path: Path, monkeypatch: Any) -> None:

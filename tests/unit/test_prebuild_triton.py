@@ -104,10 +104,9 @@ def test_operations_are_called_without_compiling_anything(model, tmp_path):
         )
     found = names(variants)
     assert {"_rope_and_store", "_step_inputs", "_block_best", "_row_best", "_decode"} <= set(found)
-    assert (
-        found["_decode"] == len(tuned.steps(numbers.decode_attention, "16 bits"))
-        and found["_block_best"] == 2
-    )
+    # For rows by themselves, and for rows that share prefixes.
+    assert found["_decode"] == 2 * len(tuned.steps(numbers.decode_attention, "16 bits"))
+    assert found["_prefix"] == 1 and found["_block_best"] == 2
     assert (found["_linear"] > 15) == (model is LLAMA)  # the small model's products do not fit the tilings
     assert not list(tmp_path.iterdir())
 
@@ -131,8 +130,9 @@ def test_drafts_have_kernels_of_their_own():
     found = names(drafted)
     assert {name: found[name] for name in kernels} == kernels
     assert not any(names(plain)[name] for name in kernels)
-    assert {v for v in drafted if v[0].__name__ != "_decode"} >= {
-        v for v in plain if v[0].__name__ != "_decode"
+    attention = {"_decode", "_prefix"}  # with drafts, rows share no reads
+    assert {v for v in drafted if v[0].__name__ not in attention} >= {
+        v for v in plain if v[0].__name__ not in attention
     }
     assert not {v for v in drafted if v[0].__name__ == "_decode"} & set(plain)
 
@@ -331,7 +331,7 @@ def test_each_cache_takes_its_own_tiles():
                     constants = json.loads(data)
                     keys = [tuple(key) for key in constants["constant_keys"]]
                     found.append(constants["constant_vals"][keys.index((place,))])
-        return sorted(found)
+        return sorted(set(found))
 
     for stored, name, expected in (
         (torch.bfloat16, "auto", [16]),
@@ -351,6 +351,34 @@ def test_each_cache_takes_its_own_tiles():
             triton_decode.decode(q, cache, q, items, table, space, 128**-0.5)
 
         assert [blocks(lambda r=rows: call(r)) for rows in (16, 17)] == [[expected[0]], [expected[-1]]]
+
+
+def test_rows_that_share_prefixes_have_their_kernels_ahead():
+    """Those of any number of rows. They compile for Hopper."""
+    from flashinfer_backend.attention import split, triton_decode
+    from flashinfer_backend.attention.prefixes import PREFIX_WORDS, PrefixTiles
+    from flashinfer_backend.attention.triton_prefix import SharedWork, prefix_parts
+
+    def empty(*shape: int, of: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=of, device="meta")
+
+    def calls() -> None:
+        cache, table = tuple(empty(9, 16, 8, 128) for _ in "kv"), empty(257, 512, of=torch.int32)
+        for rows in (16, 64, 256):
+            items, tiles = split.max_items(rows, 8, False), PrefixTiles(rows, 32, 8)
+            words = empty(items * split.ITEM_WORDS + tiles.words, of=torch.int32)
+            own, prefixes, order = words.split_with_sizes([items * split.ITEM_WORDS, *tiles.sizes])
+            space = triton_decode.DecodeWorkspace(rows, items, 32, 8, 128, torch.device("meta"))
+            q, work = empty(rows, 32, 128), SharedWork(prefixes.view(-1, PREFIX_WORDS), order)
+            prefix_parts(q, cache, work, table, space, 128**-0.5)
+            own = own.view(-1, split.ITEM_WORDS)
+            triton_decode.decode(q, cache, q, own, table, space, 128**-0.5, shared=True)
+
+    ahead = prebuild_triton.collect(lambda: prebuild_triton.call_operations(CONFIG, LLAMA, torch.bfloat16))
+    used = prebuild_triton.collect(calls)
+    assert set(used) <= set(ahead) and names(used)["_prefix"] == 1
+    one_each = {kernel.__name__: (kernel, data) for kernel, data in used}
+    assert prebuild_triton.compile_together(list(one_each.values())) == []
 
 
 def test_what_is_compiled_ahead_is_what_runs(monkeypatch):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Triton decode kernel in Triton's interpreter, without a GPU: over a cache of e4m3, what the tiles that
-the search of core.tuned tries compute, and over one of 16 bits, windows, sinks and soft caps.
+the search of core.tuned tries compute, and over one of 16 bits, windows, sinks, soft caps, shared prefixes.
 tests/gpu/test_fp8_cache.py and tests/gpu/test_windows.py run the real one.
 """
 
@@ -168,6 +168,60 @@ def check_drafts(
     assert not space.counters.any()
 
 
+def check_prefixes(heads: int, kv_heads: int, dim: int = 32) -> None:
+    """Rows that share prefixes, of which one is longer than a part and one has more rows than a tile, and
+    rows that share none; against float64."""
+    from flashinfer_backend.attention import split, triton_decode, triton_prefix
+    from flashinfer_backend.attention.batch import AttentionBatch
+    from flashinfer_backend.attention.prefixes import PREFIX_WORDS, PrefixTiles, find_prefixes
+    from flashinfer_backend.attention.torch_paged import TorchPagedAttention
+    from flashinfer_backend.cache.device import KVCache
+    from flashinfer_backend.ops import device
+
+    torch.manual_seed(2)
+    alike, tokens = [17, 2, 3], [336, 576, 144]  # rows of each set, and what they share
+    own = [1, 300, *(1 + 37 * i % 150 for i in range(sum(alike)))]
+    sets = np.repeat([-1, 0, 1, 2], [2, *alike])
+    lens = np.array([length + (tokens[s] if s >= 0 else 0) for s, length in zip(sets, own, strict=True)])
+    mixed = np.random.default_rng(0).permutation(len(lens))
+    lens, sets, rows = lens[mixed].astype(np.int32), sets[mixed], len(lens)
+    slots = np.arange(rows, dtype=np.int32)[::-1].copy()
+    order = iter(torch.randperm(600).tolist())
+    heads_of = [[next(order) for _ in range(count // BLOCK_SIZE)] for count in tokens]
+    table = torch.zeros(rows, 48, dtype=torch.int32)
+    for slot, length, of_set in zip(slots.tolist(), lens.tolist(), sets.tolist(), strict=True):
+        blocks = list(heads_of[of_set]) if of_set >= 0 else []
+        blocks += [next(order) for _ in range(-(-length // BLOCK_SIZE) - len(blocks))]
+        table[slot, : len(blocks)] = torch.tensor(blocks)
+    cache = tuple(torch.randn(600, BLOCK_SIZE, kv_heads, dim).half() for _ in "kv")
+    prefixes = find_prefixes(table.numpy(), slots, (lens - 1) // BLOCK_SIZE, BLOCK_SIZE)
+    assert prefixes is not None and sorted(prefixes.tokens.tolist()) == sorted(tokens)
+    q = torch.randn(rows, heads, dim).half()
+    with device.use(numbers(32, 4, 2)):
+        count, tiles = split.max_items(rows, kv_heads, False), PrefixTiles(rows, heads, kv_heads)
+        items, words = np.zeros((count, split.ITEM_WORDS), np.int32), np.full(tiles.words, 99, np.int32)
+        split.split_rows(lens, slots, count, items, shared=tiles.split(prefixes, slots, count, words))
+        used = words[: tiles.sizes[0]].reshape(-1, PREFIX_WORDS)
+        assert (used[:, 5] > 1).any() and (items[:, 4] > 1).any()
+        assert ((items[:, 4] == 1) & (items[:, 6] > 0)).any()
+        space = triton_decode.DecodeWorkspace(
+            rows, count + tiles.cells, heads, kv_heads, dim, torch.device("cpu")
+        )
+        space.out.fill_(float("nan"))
+        out = torch.empty_like(q)
+        work = triton_prefix.SharedWork(*map(torch.from_numpy, (used, words[tiles.sizes[0] :])))
+        triton_prefix.prefix_parts(q, cache, work, table, space, dim**-0.5)
+        triton_decode.decode(
+            q, cache, out, torch.from_numpy(items), table, space, dim**-0.5, native=False, shared=True
+        )
+    reference = TorchPagedAttention(KVCache.over([tuple(part.double() for part in cache)]), heads)
+    expected = torch.empty_like(q).double()
+    reference.step(AttentionBatch(np.ones(rows, np.int32), lens, slots, table)).run(0, q.double(), expected)
+    error = (out.double() - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
+    assert (error < 2e-3).all(), f"{heads} heads of {dim}: {error.tolist()}"
+    assert not space.counters.any()
+
+
 def check_elements() -> None:
     """Every number of e4m3: over one token, the result is the token's value."""
     from flashinfer_backend.attention import split, triton_decode
@@ -224,9 +278,13 @@ def test_tiles_in_the_interpreter():
 
 if __name__ == "__main__":
     from flashinfer_backend.attention import triton_decode as kernels
+    from flashinfer_backend.attention import triton_prefix as prefix_kernels
 
     # Waiting for the kernel before is a GPU's alone.
     kernels.gdc_wait = kernels.gdc_launch_dependents = lambda: None
+    prefix_kernels.gdc_wait = prefix_kernels.gdc_launch_dependents = lambda: None
+    for shape in [(4, 1), (14, 2), (2, 2)]:
+        check_prefixes(*shape)
     for tile in TILES:
         check(*tile)
     check_elements()

@@ -9,6 +9,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from flashinfer_backend.attention.prefixes import Prefixes
+
 
 @dataclass
 class AttentionBatch:
@@ -18,7 +20,7 @@ class AttentionBatch:
     block_table: int32 [slots, max blocks] on the device, row = slot.
     lengths: int32 [slots] on the device; where given, a row has its slot's and `ahead` tokens more, and those
     of kv_lens are upper bounds of decode rows. drafted: the most query tokens of a row where all are decode
-    rows, and some have several.
+    rows, and some have several. prefixes: what decode rows share, for a graph that reads it once.
     """
 
     q_lens: np.ndarray
@@ -28,6 +30,7 @@ class AttentionBatch:
     lengths: torch.Tensor | None = None
     ahead: int = 0
     drafted: int = 1
+    prefixes: Prefixes | None = None
 
     def exact(self) -> AttentionBatch:
         """The same with the kv_lens that the device has; waits for it."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from flashinfer_backend.attention.contract import Scores, Variant
 from flashinfer_backend.attention.metadata import PagedMetadata, PinnedEntry
 from flashinfer_backend.attention.split import Lengths
+from flashinfer_backend.attention.triton_prefix import SharedWork
 from flashinfer_backend.attention.triton_sinks import apply_sinks
 
 FLOAT_WORKSPACE = 1 << 30  # bytes; FA2's partial results for graphs of 1024 rows
@@ -42,7 +43,8 @@ class Shape:
 
 class Call(NamedTuple):
     """One planned kernel call: family, rows, FlashInfer's plan information; the Triton kernel's work items,
-    the block table that they name rows of, and where rows end if the device alone knows."""
+    the block table that they name rows of, where rows end if the device alone knows, and what rows share if
+    it is read once."""
 
     backend: str
     rows: int
@@ -50,6 +52,7 @@ class Call(NamedTuple):
     items: Tensor | None = None
     table: Tensor | None = None
     lengths: Lengths | None = None
+    shared: SharedWork | None = None
 
 
 def declaration(variant: Variant) -> str:

@@ -19,12 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flashinfer_backend.attention import split, triton_copy, triton_decode
+from flashinfer_backend.attention import split, triton_copy, triton_decode, triton_prefix
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.contract import Captured, Prepared, Scores, StepShape
 from flashinfer_backend.attention.copies import MAX_PROMPTS, copies_pay, has_fa3
 from flashinfer_backend.attention.flashinfer_calls import INT_WORKSPACE, Call, PagedCalls, Shape
 from flashinfer_backend.attention.metadata import PagedMetadata, PinnedRing
+from flashinfer_backend.attention.prefixes import PREFIX_WORDS, PrefixTiles, RowParts
 from flashinfer_backend.cache.device import KVCache
 from flashinfer_backend.ops import device
 from flashinfer_backend.ops.fp8 import E4M3
@@ -104,6 +105,14 @@ class FlashInferAttention:
         if most_drafts is not None:
             drafted = (self.max_items(rows) * (1 + most_drafts(rows)) for rows in range(1, max_num_seqs + 1))
             parts = max(parts, *drafted)
+        # Rows that share a prefix read it once where all layers see it whole, in 16 bits and without drafts.
+        plain = not varied and not soft_cap and all(each.sinks is None for each in self._scores)
+        self._shares = (
+            self.decode_backend == "triton" and plain and window is None and most_drafts is None
+            and not self._fp8_cache and PrefixTiles.fit(num_heads, num_kv_heads)
+        )  # fmt: skip
+        if self._shares:
+            parts += self.prefix_tiles(max_num_seqs).cells
         self.workspace = triton_decode.DecodeWorkspace(
             max_num_seqs, parts, num_heads, num_kv_heads, head_dim, where
         )
@@ -162,18 +171,21 @@ class FlashInferAttention:
         the Triton kernel's work items; steps with prompts upload theirs themselves."""
         if self.decode_backend != "triton" or shape.feeds_per_row is None:
             return 0
-        return self.max_items(shape.rows) * split.ITEM_WORDS
+        shared = self.prefix_tiles(shape.rows).words if shape.shared and self._shares else 0
+        return self.max_items(shape.rows) * split.ITEM_WORDS + shared
 
     def captured(
         self, shape: StepShape, block_table: Tensor, words: Tensor, lengths: Tensor | None = None
     ) -> Captured | None:
         """State for a CUDA graph: of decode rows alone, see DecodeGraphState; of steps with prompts, see
         StepGraphState, and None where a decode backend was forced, which plans every step anew, and where
-        there is no FA3."""
+        there is no FA3. Of shared prefixes, None where they are not read once."""
         if shape.feeds_per_row is None:
             if self.decode_backend != "triton" or not self._fa3:
                 return None
             return StepGraphState(self, shape.tokens, shape.rows, block_table, lengths)
+        if shape.shared and not self._shares:
+            return None
         if not 1 <= shape.rows <= self.max_num_seqs:
             raise ValueError(f"graph bucket {shape.rows} is outside 1..{self.max_num_seqs} (max_num_seqs)")
         return DecodeGraphState(self, shape, block_table, words, lengths)
@@ -208,10 +220,13 @@ class FlashInferAttention:
             self._calls.xqa(q, cache, out, self._decode, rows)
         else:
             assert call.items is not None and call.table is not None
-            how = self._scores[layer]
+            how, shared = self._scores[layer], call.shared
+            if shared is not None:
+                triton_prefix.prefix_parts(q, cache, shared, call.table, self.workspace, how.scale)
             triton_decode.decode(
                 q, cache, out, call.items, call.table, self.workspace, how.scale, scales,
                 soft_cap=how.soft_cap, sinks=how.sinks, rows=rows, lengths=call.lengths, window=self._window,
+                shared=shared is not None,
             )  # fmt: skip
 
     def _plan_prefill(self, batch: AttentionBatch, first: int) -> Call:
@@ -232,11 +247,20 @@ class FlashInferAttention:
         """The Triton kernel's work items for a number of decode rows."""
         return split.max_items(rows, self.num_kv_heads, self._fp8_cache)
 
+    def prefix_tiles(self, rows: int) -> PrefixTiles:
+        """How what decode rows share is cut up."""
+        return PrefixTiles(rows, self.num_heads, self.num_kv_heads)
+
     def split(
-        self, kv_lens: np.ndarray, slots: np.ndarray, items: np.ndarray, q_lens: np.ndarray | None = None
+        self,
+        kv_lens: np.ndarray,
+        slots: np.ndarray,
+        items: np.ndarray,
+        q_lens: np.ndarray | None = None,
+        shared: RowParts | None = None,
     ) -> None:
         """The Triton kernel's work for decode rows, to int32 [n, ITEM_WORDS]."""
-        split.split_rows(kv_lens, slots, len(items), items, self._planned_window, q_lens)
+        split.split_rows(kv_lens, slots, len(items), items, self._planned_window, q_lens, shared)
 
     def plan_items(
         self, kv_lens: np.ndarray, slots: np.ndarray, items: Tensor, q_lens: np.ndarray | None = None
@@ -332,7 +356,8 @@ class DecodeGraphState:
     block_table, words and lengths are device tensors whose addresses the graph keeps. The Triton kernel reads
     table and lengths while the graph runs, and of the step's upload the graph_words that `plan` writes to
     `host`: the caller copies them to `words`, before the capture too. FA2 and XQA have no such words, nor
-    several tokens a row; `plan` copies what they need, and the blocks that the table has by then.
+    several tokens a row; `plan` copies what they need, and the blocks that the table has by then. Of
+    shape.shared, what the batch's rows share is read by a kernel of its own before each layer's.
     """
 
     def __init__(
@@ -344,12 +369,19 @@ class DecodeGraphState:
         lengths: Tensor | None,
     ) -> None:
         self._attention, self._shape = attention, shape
+        self._tiles: PrefixTiles | None = None
         if attention.decode_backend == "triton":
             ends = None
             if lengths is not None:
                 ends = split.Lengths(lengths, shape.feeds_per_row or 1)
-            items = words.view(-1, split.ITEM_WORDS)
-            self._call = Call("triton", shape.rows, None, items, block_table, ends)
+            own = attention.max_items(shape.rows)
+            items = words[: own * split.ITEM_WORDS].view(-1, split.ITEM_WORDS)
+            work = None
+            if shape.shared:
+                self._tiles = attention.prefix_tiles(shape.rows)
+                tiles, order = words[items.numel() :].split_with_sizes(self._tiles.sizes)
+                work = triton_prefix.SharedWork(tiles.view(-1, PREFIX_WORDS), order)
+            self._call = Call("triton", shape.rows, None, items, block_table, ends, work)
         else:  # a step of padded rows, so that capture can follow at once
             none = np.empty(0, dtype=np.int32)
             self._call = attention.plan_decode(attention.decode_backend, none, none, block_table, shape.rows)
@@ -369,9 +401,13 @@ class DecodeGraphState:
                 f"{batch.q_lens.max()}"
             )
         if self._call.items is not None:
-            items = host.reshape(-1, split.ITEM_WORDS)
+            own, shared = self._call.items.numel(), None
+            if self._tiles is not None:
+                first_cell = len(self._call.items)
+                shared = self._tiles.split(batch.prefixes, batch.slots, first_cell, host[own:])
+            items = host[:own].reshape(-1, split.ITEM_WORDS)
             q_lens = batch.q_lens if self._call.lengths is not None else None
-            self._attention.split(batch.kv_lens, batch.slots, items, q_lens)
+            self._attention.split(batch.kv_lens, batch.slots, items, q_lens, shared)
             return True
         call = self._attention.plan_decode(
             self._call.backend, batch.kv_lens, batch.slots, batch.block_table, self._shape.rows

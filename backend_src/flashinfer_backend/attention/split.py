@@ -9,11 +9,12 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from flashinfer_backend.attention.prefixes import RowParts
 from flashinfer_backend.core.tuned import DecodeAttention, Steps, find, steps
 from flashinfer_backend.ops import device
 
-# row, start, end, first item of the row, items of the row, slot, query tokens of the row, the first of them:
-# a 32-byte sector
+# row, start, end, first item of the row, items of the row, slot, and two more, together a 32-byte sector:
+# query tokens of the row and the first of them, or parts of what it shares and the first one's cell
 ITEM_WORDS = 8
 MAX_PARTS = 64  # items of one row
 _CHUNK = 64  # tokens; items start at multiples of it
@@ -73,6 +74,7 @@ def split_rows(
     out: np.ndarray,
     window: int | None = None,
     q_lens: np.ndarray | None = None,
+    shared: RowParts | None = None,
 ) -> None:
     """Fill out[items, ITEM_WORDS] int32 with chunks of rows of lengths kv_lens > 0, whose blocks are in the
     block table's rows `slots` (both int32 [rows]).
@@ -80,11 +82,13 @@ def split_rows(
     items must be above the number of rows. A row's chunks are consecutive items, and rows of longer chunks
     come first: programs start in this order, and none of the last ones should be a long one. Unused items
     have row -1. window: the latest tokens of a row that are read; None: all. q_lens: int32 [rows], query
-    tokens of each row; by default the items do not say.
+    tokens of each row; by default the items do not say. shared: what is read for several rows at once, and
+    left out here; without window and q_lens.
     """
-    behind = None
+    behind = None if shared is None else shared.tokens
     if window is not None:
         behind = np.maximum(kv_lens - window, 0)
+    if behind is not None:
         kv_lens = kv_lens - behind
     rows, longest = len(kv_lens), int(kv_lens.max())
     # Reading a part takes time in proportion to its length, adding up the parts to their number: the best
@@ -103,6 +107,8 @@ def split_rows(
     whole[:, 3], whole[:, 4] = ends - counts, counts
     if q_lens is not None:
         whole[:, 6], whole[:, 7] = q_lens[order], (np.cumsum(q_lens) - q_lens)[order]
+    if shared is not None:
+        whole[:, 6], whole[:, 7] = shared.parts[order], shared.cells[order]
     used = int(ends[-1])
     each = out[:used]
     each[:] = whole if used == rows else np.repeat(whole, counts, axis=0)

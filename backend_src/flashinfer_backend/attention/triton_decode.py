@@ -39,9 +39,10 @@ def _merge(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     v_scale,
     FEEDS: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, MERGE: tl.constexpr,
+    shared_first, shared, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Add up `count` parts from `first` on and write the heads that share `head`, of `fed` tokens from `out`
-    on."""
+    on. With SHARED, before them `shared` parts from shared_first on."""
     GROUP_SIZE: tl.constexpr = HEADS // KV_HEADS
     query = tl.arange(0, QUERIES)
     dims = tl.arange(0, DIM)
@@ -49,12 +50,16 @@ def _merge(
     peak = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     acc = tl.zeros([QUERIES, DIM], tl.float32)
-    for base in tl.range(0, count, MERGE):
+    parts = count
+    if SHARED:
+        parts = count + shared
+    for base in tl.range(0, parts, MERGE):
         part = base + tl.arange(0, MERGE)
-        valid = (part < count)[:, None] & inside
-        cell = ((first + part) * KV_HEADS + head).to(tl.int64)[:, None] * (FEEDS * GROUP_SIZE) + query[
-            None, :
-        ]
+        valid = (part < parts)[:, None] & inside
+        place = first + part
+        if SHARED:
+            place = tl.where(part < shared, shared_first + part, place - shared)
+        cell = (place * KV_HEADS + head).to(tl.int64)[:, None] * (FEEDS * GROUP_SIZE) + query[None, :]
         # All loads bypass L1 (.cg): other programs wrote these cells during this kernel.
         peaks = tl.load(part_max + cell, mask=valid, other=float("-inf"), cache_modifier=".cg")
         totals = tl.load(part_sum + cell, mask=valid, other=0.0, cache_modifier=".cg")
@@ -124,7 +129,7 @@ def _decode(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, FEEDS: tl.constexpr, RAGGED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
     PREFETCH: tl.constexpr, QUERIES: tl.constexpr, MERGE: tl.constexpr, SMALLER: tl.constexpr,
-    NATIVE: tl.constexpr, WINDOW: tl.constexpr,
+    NATIVE: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     # Items and table were complete before the previous kernel started (what writes them lets nothing start
     # before it has ended); q, and the newest token's key and value, are that kernel's.
@@ -143,6 +148,11 @@ def _decode(
     if FEEDS > 1:
         fed = tl.load(items + item * 8 + 6)
         place = tl.load(items + item * 8 + 7) if RAGGED else row * FEEDS
+    shared, shared_first, alone = 0, 0, count == 1
+    if SHARED:
+        shared = tl.load(items + item * 8 + 6)
+        shared_first = tl.load(items + item * 8 + 7)
+        alone = (count == 1) & (shared == 0)
     if lengths is not None:
         # This too was written before the previous kernel started. The length of padding is 0.
         length = tl.maximum(tl.load(lengths + slot) + ahead, 1)
@@ -225,7 +235,7 @@ def _decode(
         peak = new_peak
     if BYTES == 1:
         acc = tl.join(even, odd).reshape(GROUP, DIM)
-    if count == 1:
+    if alone:
         if sinks is not None:
             own_sinks = sinks + head * GROUP_SIZE + group % GROUP_SIZE
             total += _sink(own_sinks, group < FEEDS * GROUP_SIZE, peak)
@@ -247,6 +257,7 @@ def _decode(
             _merge(
                 out + place.to(tl.int64) * (HEADS * DIM), part_out, part_max, part_sum, sinks, first, count,
                 head, fed if RAGGED else FEEDS, HEADS, KV_HEADS, v_scale, FEEDS, QUERIES, DIM, MERGE,
+                shared_first, shared, SHARED,
             )  # fmt: skip
 
 
@@ -280,6 +291,7 @@ def decode(
     rows: int | None = None,
     lengths: Lengths | None = None,
     window: int | None = None,
+    shared: bool = False,
 ) -> None:
     """q, out [tokens, Hq, D]; cache (K, V) each [blocks, P, Hkv, D], in q's type or in e4m3, whose elements
     times kv_scales are keys and values; items int32 [n, ITEM_WORDS] on the device; table int32 [slots,
@@ -287,7 +299,8 @@ def decode(
     interpreter does not know. soft_cap, sinks float32 [Hq]: as in contract.Scores. rows: as many as the items
     are of; by default one a token. lengths: where rows end, if they end before the items say so, or have
     several query tokens. window: the latest tokens that a query sees, its own included, where the items do
-    not begin with them because of `lengths`; None: all.
+    not begin with them because of `lengths`; None: all. shared: items begin behind what rows share with
+    others, and say which cells of the workspace have its sums; not with `lengths`.
     """
     k_cache, v_cache = cache
     in_e4m3 = k_cache.dtype == E4M3
@@ -335,6 +348,7 @@ def decode(
         SMALLER=_SMALLER if in_e4m3 else 1,
         NATIVE=native,
         WINDOW=0 if lengths is None or window is None else window,
+        SHARED=shared,
         num_warps=config.warps,
         # What was measured is for 16 query rows a product.
         maxnreg=config.registers if group == 16 else None,

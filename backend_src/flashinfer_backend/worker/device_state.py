@@ -28,6 +28,7 @@ from flashinfer_backend.ops.staging import StagingRing
 from flashinfer_backend.ops.torch_delta import DeltaRows
 from flashinfer_backend.ops.weight import Chosen
 from flashinfer_backend.speculate.proposer import Proposer
+from flashinfer_backend.worker.prefixes import SharedPrefixes
 
 MOST_DEFERRED = 16  # tokens of a sequence that a proposer takes in at once
 NONE_BEFORE = np.zeros(1, np.int32)  # the start of a step's first row
@@ -73,6 +74,9 @@ class DeviceState:
         shape = (len(groups), rows, self.max_blocks)
         self.block_tables = torch.zeros(shape, dtype=torch.int32, device=self.device)
         self.block_table = self.block_tables[0]
+        format = self.kv_cache.format
+        bytes_per_token = format.bytes_per_token // format.num_layers
+        self.prefixes = SharedPrefixes(*shape[1:], self.block_size, bytes_per_token)
         self.lengths = torch.zeros(rows, dtype=torch.int32, device=self.device)
         self.last_token = torch.zeros(rows, dtype=torch.int32, device=self.device)
         self.adapters = torch.full((rows,), -1, dtype=torch.int32, device=self.device)

@@ -2,7 +2,8 @@
 """Steps as CUDA graphs.
 
 Steps of decode rows alone are whole graphs (DecodeGraphs), one per number of rows: a graph holds everything
-from the last tokens to the next ones, so that a step costs the host one upload and one launch.
+from the last tokens to the next ones, so that a step costs the host one upload and one launch. Steps in which
+rows share so much of their caches that reading it once pays have graphs of their own, of fewer sizes.
 
 Mixed steps of few tokens have one or two graphs per number of tokens (MixedGraphs). A step with prompts has
 attention of a new shape each time, but its other operations depend only on the number of tokens. Launched one
@@ -30,6 +31,7 @@ import torch
 
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.contract import Captured, Prepared, StepShape
+from flashinfer_backend.attention.prefixes import Prefixes
 from flashinfer_backend.core.draft_counts import SIZES, draft_counts, drafted_shapes
 from flashinfer_backend.core.step import NONE, Feeds, StepPlan, Wants, greedy_plan
 from flashinfer_backend.models.transformer import AttentionLayer, Recurrent, Stream, Taps
@@ -77,6 +79,16 @@ def default_sizes(max_num_seqs: int) -> list[int]:
     such a step takes longer than one of 48."""
     sizes = [1, 2, 4, 8, 16, 24, 32, *range(48, 256, 8), *range(256, 512, 16), *range(512, 1025, 32)]
     return [size for size in sizes if size < max_num_seqs] + [min(max_num_seqs, 1024)]
+
+
+def sharing_sizes(sizes: list[int]) -> list[int]:
+    """Those of `sizes` that have a graph for rows that share prefixes: such steps are long, and what padding
+    costs is little beside what they save. Few rows save little."""
+    return [
+        size
+        for size in sizes
+        if size >= 16 and (size == sizes[-1] or not size % (16 if size <= 128 else 32 if size <= 256 else 64))
+    ]
 
 
 class Replayed(NamedTuple):
@@ -142,6 +154,15 @@ class DecodeGraphs:
         shapes.sort(key=lambda shape: shape[0] * shape[1], reverse=True)
         self._captured = {shape: self._capture(*shape, capture) for shape in shapes}
         self._drafted = sorted(drafted)
+        self.last: torch.cuda.CUDAGraph | None = None  # replayed, without tails
+        # By rows. Adapters and drafts have none.
+        self._sharing: dict[int, DecodeStep] = {}
+        self.reads_prefixes_once = drafting is None and not adapted  # may be switched off, to compare
+        for size in reversed(sharing_sizes(self._sizes) if self.reads_prefixes_once else []):
+            found = self._try_capture(StepShape(size, size, 1, shared=True), capture)
+            if found is None:
+                break
+            self._sharing[size] = found
 
     @property
     def largest(self) -> int:
@@ -155,7 +176,11 @@ class DecodeGraphs:
         """Launch the step, up to its sampled tokens."""
         shape, rows = self._shape(plan), plan.num_rows
         assert shape is not None
-        captured = self._captured[shape]
+        captured, prefixes = self._captured[shape], None
+        if self._sharing and self.reads_prefixes_once:
+            prefixes = self._state.prefixes.of(plan)
+            if prefixes is not None:
+                captured = self._sharing[min(size for size in self._sharing if size >= rows)]
         # Else the graph's own entry is early enough. Where drafts may have been rejected, the device does not
         # know which column the host has opened.
         exact = captured.feeds == 1 and (self._drafting is None or self._drafting.exact)
@@ -163,7 +188,8 @@ class DecodeGraphs:
             self._state.update_block_table(plan)
         places = None
         size = len(captured.tokens) // captured.feeds
-        self._upload(plan, size, captured.feeds, captured.inputs, captured.attention, exact)
+        self._upload(plan, size, captured.feeds, captured.inputs, captured.attention, exact, prefixes)
+        self.last = captured.graph
         if captured.feeds > 1 and plan.num_tokens < rows * captured.feeds:
             first = np.cumsum(plan.lengths) - plan.lengths
             each = np.arange(rows, dtype=np.int32) * captured.feeds - first
@@ -189,10 +215,6 @@ class DecodeGraphs:
         graph, counts = step.tails[plan.drafts]
         graph.replay()
         return counts[: plan.num_rows] if len(plan.drafted_rows) else None
-
-    def graph(self, rows: int) -> torch.cuda.CUDAGraph:
-        """The graph that runs steps of `rows` without drafts."""
-        return self._captured[self._sizes[bisect_left(self._sizes, rows)], 1].graph
 
     def step_seconds(self) -> dict[tuple[int, int], float]:
         """What steps cost, with drafts and without: (rows, drafts of each) -> seconds of a step that has as
@@ -244,6 +266,7 @@ class DecodeGraphs:
         inputs: torch.Tensor,
         attention: Captured,
         exact: bool = False,
+        prefixes: Prefixes | None = None,
     ) -> None:
         """Give a graph its step: attention's words, seeds [2 T], then [T] each, T the tokens of all rows:
         slots, blocks, temperature, suppressed. With drafts temperature and suppressed alone, then [size]
@@ -286,15 +309,23 @@ class DecodeGraphs:
             kv_lens=kv_lens,
             slots=slots,
             block_table=self._state.block_table,
+            prefixes=prefixes,
         )
         if not attention.plan(batch, words[:own]):
             raise RuntimeError(f"attention cannot run a step of {size} decode rows in its graph")
         self._state.staging.send(inputs)
 
     def _capture(self, size: int, feeds: int, capture: GraphCapture) -> DecodeStep:
+        step = self._try_capture(StepShape(size * feeds, size, feeds), capture)
+        if step is None:
+            raise ValueError("this attention cannot be captured: set cuda_graph_batch_sizes to none")
+        return step
+
+    def _try_capture(self, shape: StepShape, capture: GraphCapture) -> DecodeStep | None:
+        """None where attention has no graph of such steps."""
         state = self._state
-        tokens = size * feeds
-        shape = StepShape(tokens, size, feeds)
+        tokens, size, feeds = shape.tokens, shape.rows, shape.feeds_per_row
+        assert feeds is not None
         own = state.attention.graph_words(shape)
         inputs = torch.empty(own + self._words(size, feeds), dtype=torch.int32, device=state.device)
         lengths = state.attended_lengths
@@ -302,7 +333,7 @@ class DecodeGraphs:
             lengths = state.lengths
         attention = state.attention.captured(shape, state.block_table, inputs[:own], lengths)
         if attention is None:
-            raise ValueError("this attention cannot be captured: set cuda_graph_batch_sizes to none")
+            return None
         self._upload(_decodes(NONE, NONE), size, feeds, inputs, attention)
         data = inputs[own:]
         graph, outputs = capture(lambda: self._step(data, attention, size, feeds))
@@ -318,7 +349,7 @@ class DecodeGraphs:
             counts = draft_counts(rows, drafting.proposer.count) if step.notes else []
             for count in counts if defers else [0, *counts]:
                 step.tails[count] = capture(functools.partial(self._tail, step, size, outputs, count))
-        capture.sizes += 1
+        capture.sizes += not shape.shared
         return step
 
     def _step(

@@ -147,6 +147,8 @@ def call_operations(
     """Every Triton operation of a step, in every variant that depends on the number of tokens or rows.
     drafter: a head with layers of its own."""
     from flashinfer_backend.attention import split, triton_copy, triton_decode
+    from flashinfer_backend.attention.prefixes import PREFIX_WORDS, PrefixTiles
+    from flashinfer_backend.attention.triton_prefix import SharedWork, prefix_parts
     from flashinfer_backend.ops.triton_inputs import step_inputs
     from flashinfer_backend.ops.triton_rope import rope_and_store
     from flashinfer_backend.ops.triton_sample import keep_allowed, sample
@@ -195,7 +197,7 @@ def call_operations(
         mixers, windows = model.attentions, model.windows(config.max_seq_len)
         kinds = {(m.soft_cap, m.sinks, window) for m, window in zip(mixers, windows, strict=True)}
         kinds |= {(None, False, None)} if drafter is not None else set()
-        before = 0
+        before, plain = 0, kinds == {(None, False, None)}
         for rows in sorted({min(limit or most, most) for limit, _ in split.config_steps(fp8_cache)}):
             items = split.max_items(rows, kv_heads, fp8_cache)
             workspace = triton_decode.DecodeWorkspace(rows, items, heads, kv_heads, dim, table.device)
@@ -211,6 +213,10 @@ def call_operations(
                     q, cache, q, *given,
                     soft_cap=cap, sinks=sink, rows=rows, lengths=ends, window=window,
                 )  # fmt: skip
+            if plain and not drafts and not fp8_cache and PrefixTiles.fit(heads, kv_heads):
+                q, work = empty(rows, heads, dim), SharedWork(words(2, PREFIX_WORDS), words(rows))
+                prefix_parts(q, cache, work, table, workspace, dim**-0.5)
+                triton_decode.decode(q, cache, q, *given, rows=rows, shared=True)
             before = rows
     if model.delta_nets:
         _call_delta_net(config.max_num_seqs, drafts, model, empty)

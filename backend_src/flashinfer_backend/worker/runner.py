@@ -227,6 +227,7 @@ class Runner:
         self, plan: StepPlan, started: Callback = _nothing, between_layers: Callback = _nothing
     ) -> _Computed:
         """All but what rows sample that ask for more than a temperature."""
+        self.state.prefixes.note(plan)
         self.state.update_adapters(plan)
         self.state.restore_states(plan)
         context: list[tuple[int, np.ndarray]] = []
