@@ -2,12 +2,16 @@
 """The engine without Triton: decode step times, and a batch of requests from arrival to end.
 
     python -m perf_configs.bench_engine --model DIR [--load-format dummy] [--sharegpt FILE]
-        [--lengths 128/128x3000,2048/2048] [--out FILE.json]
+        [--shared 64x1x30016,64x16x704] [--lengths 128/128x3000,2048/2048] [--out FILE.json]
 
 The engine's own loop runs, with lists in place of its socket. Per number of sequences, at a context of about
 256 tokens: wall time per step, CPU time of the engine's thread per step, the time of the step's CUDA graph
 alone (replayed back to back), and what share of the wall time is not the graph's: the device's idle time.
 These two only of one GPU: under tensor parallelism a graph cannot be replayed on one rank alone.
+
+--shared does the same for rows of which each has a prompt of 200 tokens of its own behind one of so many
+documents of so many tokens; of no documents, behind other tokens. Their steps are timed as the engine runs
+them, and with each row reading all of its keys (alone_step_ms, alone_graph_ms).
 
 --lengths is what trtllm-bench calls throughput: prompts of one length and answers of another, all there from
 the beginning; output tokens of all over the time to the end of the last.
@@ -15,6 +19,7 @@ the beginning; output tokens of all over the time to the end of the last.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -41,6 +46,7 @@ from perf_configs.engine_start import add_engine_options, parameters_from, start
 STUB = 1  # pid of the stub that the requests seem to come from
 REPLAYS = 30
 REQUESTS = 1000  # conversations of a file
+OWN_TOKENS = 200  # of each row's prompt behind a document
 CONTEXT, STEPS, SPARE = 256, 100, 56  # tokens: prompt of decode steps, steps timed, steps before and after
 
 
@@ -141,17 +147,57 @@ def decode_steps(core: Core, batch: int, context: int, steps: int, vocab: int) -
     idle_share of several ranks."""
     driver = Driver(core)
     driver.decode(random_prompts(batch, context, vocab, seed=batch), steps + SPARE)
+    row = {"batch": batch, "context": context} | timed_steps(driver, steps)
+    driver.drain()
+    return row
+
+
+def timed_steps(driver: Driver, steps: int) -> dict[str, float]:
+    """Mean of the next steps, all of decodes."""
+    core = driver.core
     began, cpu_began = time.perf_counter(), time.thread_time()
     for _ in range(steps):
         driver.step()
     wall = (time.perf_counter() - began) / steps
     cpu = (time.thread_time() - cpu_began) / steps
-    row = {"batch": batch, "context": context, "step_ms": wall * 1e3, "cpu_ms": cpu * 1e3}
+    row = {"step_ms": wall * 1e3, "cpu_ms": cpu * 1e3}
     if core.runner.others is None:
         graph = graph_seconds(core, core.runner.graphs)
         row |= {"graph_ms": graph * 1e3, "idle_share": 1.0 - graph / wall}
+    return row
+
+
+class SharedCase(NamedTuple):
+    """Rows in turns over documents; without any, of as many tokens that they do not share."""
+
+    rows: int
+    documents: int
+    tokens: int
+
+
+def shared_steps(core: Core, case: SharedCase, steps: int, vocab: int) -> dict[str, float]:
+    """Decode steps of rows that share documents, as they run and with each row reading all of its keys."""
+    driver, graphs = Driver(core), core.runner.graphs
+    assert graphs is not None
+    documents = random_prompts(case.documents or case.rows, case.tokens, vocab, seed=1)
+    own = random_prompts(case.rows, OWN_TOKENS, vocab, seed=2)
+    prompts = [np.concatenate([documents[row % len(documents)], behind]) for row, behind in enumerate(own)]
+    driver.decode(prompts, 2 * steps + SPARE)
+    row: dict[str, float] = {**case._asdict()} | timed_steps(driver, steps)
+    graphs.reads_prefixes_once = False
+    for _ in range(2):
+        driver.step()
+    row |= {f"alone_{name}": value for name, value in timed_steps(driver, steps).items()}
+    graphs.reads_prefixes_once = True
     driver.drain()
     return row
+
+
+def shared_cases(text: str) -> list[SharedCase]:
+    """ROWSxDOCUMENTSxTOKENS separated by commas. Raises ArgumentTypeError."""
+    if not re.fullmatch(r"[1-9]\d*x\d+x[1-9]\d*(,[1-9]\d*x\d+x[1-9]\d*)*", text):
+        raise argparse.ArgumentTypeError(f"{text}: should be ROWSxDOCUMENTSxTOKENS,..., as 64x16x704")
+    return [SharedCase(*map(int, case.split("x"))) for case in text.split(",")]
 
 
 def graph_seconds(core: Core, graphs: DecodeGraphs | None) -> float:
@@ -258,6 +304,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         help='sequences of the decode steps to time; "": none (default: %(default)s)',
     )  # fmt: skip
     parser.add_argument(
+        "--shared", type=shared_cases, default=[], metavar="ROWSxDOCUMENTSxTOKENS,...",
+        help="decode steps of rows that share documents",
+    )  # fmt: skip
+    parser.add_argument(
         "--lengths", default="", metavar="PROMPT/OUTPUT[xREQUESTS],...",
         help="tokens of prompt and answer of loads, all at once; without xREQUESTS as many requests as run at"
         " the same time",
@@ -272,26 +322,34 @@ def main(argv: Sequence[str] | None = None) -> None:
         loads = [parse_load(text) for text in filter(None, options.lengths.split(","))]
     except ValueError as error:
         parser.error(f"--lengths {error}")
-    parameters = parameters_from(parser, options, max_num_seqs="1024", max_queue_size="0")
+    reuse = str(bool(options.shared)).lower()
+    own = {"max_num_seqs": "1024", "max_queue_size": "0", "enable_kv_cache_reuse": reuse}
+    parameters = parameters_from(parser, options, **own)
     began = time.perf_counter()
     core = start_on_gpu(parser, parameters)
     batches = options.batches
     most = at_once(core, Load(CONTEXT, STEPS + SPARE, 0))
     if max(batches, default=0) > most:  # the others would wait, and the steps be of fewer
         parser.exit(1, f"{parser.prog}: --batches {max(batches)}: {most} run at once with these settings\n")
-    if batches and core.runner.graphs is None:
+    if (batches or options.shared) and core.runner.graphs is None:
         parser.exit(1, f"{parser.prog}: needs the decode graphs that these settings switch off\n")
     longest = [CONTEXT + STEPS + SPARE] * bool(batches) + [load.prompt + load.output for load in loads]
+    longest += [case.tokens + OWN_TOKENS + 2 * STEPS + SPARE for case in options.shared]
     if max(longest, default=0) > core.config.max_seq_len:
         needed = f"needs sequences of {max(longest)} tokens"
         parser.exit(1, f"{parser.prog}: {needed}, and max_seq_len is {core.config.max_seq_len}\n")
-    results: dict[str, Any] = {"start_s": time.perf_counter() - began, "parameters": parameters, "decode": []}
+    results: dict[str, Any] = {"start_s": time.perf_counter() - began, "parameters": parameters}
+    results |= {"decode": [], "shared": []}
     print(f"start-up {results['start_s']:.1f} s")
     vocab = core.spec.vocab_size
     for batch in batches:
         row = decode_steps(core, batch, CONTEXT, STEPS, vocab)
         results["decode"].append(row)
-        print(" ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
+        print(_shown(row))
+    for case in options.shared:
+        row = shared_steps(core, case, STEPS, vocab)
+        results["shared"].append(row)
+        print(_shown(row), flush=True)
     if options.sharegpt:
         folder, count = named_folder(options.model), options.requests or REQUESTS
         lengths = sharegpt_lengths(options.sharegpt, folder, count, core.config)
@@ -310,6 +368,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{load.prompt}/{load.output}: {requests} requests in {row['seconds']:.1f} s, {rate}", flush=True
         )
     core.close()
+
+
+def _shown(row: dict[str, float]) -> str:
+    return " ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
 
 
 def _write(path: Path | None, results: dict[str, Any]) -> None:

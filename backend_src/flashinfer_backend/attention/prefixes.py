@@ -22,6 +22,7 @@ PROGRAMS_PER_SM = 2
 MAX_PREFIX_PARTS = 64
 _CHUNK = 64  # tokens; parts start at multiples of it
 _LEAST_PART = 256  # tokens; shorter parts cost more to add up than they gain
+_COLUMNS = 64  # of block tables that are compared at once
 _LEAST_GAIN = 256  # tokens that a set of rows saves at least, for its own tiles and parts
 
 
@@ -54,20 +55,23 @@ def find_prefixes(
     candidates = ((sizes[sets] > 1) & (counts > 0)).nonzero()[0]
     if len(candidates) < 2:
         return None
-    counts = counts[candidates]
-    columns = int(np.partition(counts, -2)[-2])  # a longest one shares no more than the next one has
-    own = table[slots[candidates], :columns]
-    behind = np.arange(columns) >= counts[:, None]
-    own = np.where(behind, -1 - np.arange(len(own), dtype=np.int32)[:, None], own)
-    keys = [row.tobytes() for row in own]
+    keys = [table[slots[row], : counts[row]].tobytes() for row in candidates.tolist()]
     order = sorted(range(len(keys)), key=keys.__getitem__)  # rows that begin alike are neighbours
-    own = own[order]
-    differ = own[1:] != own[:-1]
+    rows = candidates[order]
+    slots, counts = slots[rows], counts[rows]
+    # Neighbours that share these columns are looked at one by one, as rows may be of any length.
+    columns = min(int(counts.max()), _COLUMNS)
+    first = table[slots, :columns]
+    differ = first[1:] != first[:-1]
     shared = np.where(differ.any(1), differ.argmax(1), columns)
+    shared = np.minimum(shared, np.minimum(counts[1:], counts[:-1]))
+    for pair in (shared == columns).nonzero()[0].tolist():
+        end = min(counts[pair], counts[pair + 1])
+        unlike = table[slots[pair], columns:end] != table[slots[pair + 1], columns:end]
+        shared[pair] = columns + (unlike.argmax() if unlike.any() else len(unlike))
     sets_found = _best_sets((shared * block_size).tolist())
     if not sets_found:
         return None
-    rows = candidates[order]
     return Prefixes(
         np.concatenate([rows[first:end] for first, end, _ in sets_found]).astype(np.int32),
         np.array([end - first for first, end, _ in sets_found], np.int32),

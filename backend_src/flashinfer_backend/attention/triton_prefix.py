@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from flashinfer_backend.attention.prefixes import PREFIX_WORDS, QUERIES
 from flashinfer_backend.attention.triton_decode import DecodeWorkspace
 
-TILE, WARPS = 64, 4  # tokens of a step of the loop
+TILE, STAGES = 64, 3  # tokens of a step of the loop, and how many steps are on their way
 
 
 class SharedWork(NamedTuple):
@@ -106,8 +106,8 @@ def prefix_parts(
         BLOCK_SIZE=cache[0].shape[1],
         QUERIES=QUERIES,
         TILE=TILE,
-        STAGES=3 if dim <= 128 else 2,
+        STAGES=STAGES if dim <= 128 else 2,
         WORDS=PREFIX_WORDS,
-        num_warps=WARPS,
+        num_warps=QUERIES // 16,
         launch_pdl=True,
     )

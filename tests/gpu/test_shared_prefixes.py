@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode rows that share prefixes: the kernels against plain torch, and a whole engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_attention import BLOCK_SIZE, DIM, MAX_BLOCKS, MAX_SEQS, Setup, assert_close
+from test_engine import SIZES, TOLERANCE, shortfalls
+
+from checkpoints import make_checkpoint
+from engine.harness import serve, start_core
+from flashinfer_backend.attention.batch import AttentionBatch
+from flashinfer_backend.attention.contract import StepShape
+from flashinfer_backend.attention.prefixes import find_prefixes
+from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.worker import prefixes
+
+pytestmark = pytest.mark.gpu
+
+# Rows of each set and what they share; lengths of rows that share nothing.
+STEPS: dict[str, tuple[list[tuple[int, int]], list[int]]] = {
+    "a document": ([(64, 4096)], []),
+    "few rows": ([(3, 4000)], []),
+    "system prompts": ([(4, 704)] * 16, []),
+    "sets of all kinds": ([(2, 800), (17, 336), (9, 2000), (16, 144)], [1, 3000, 64, 77]),
+    "nothing": ([], [1, 700, 30, 4000]),
+}
+
+
+def shared_batch(setup: Setup, sets: list[tuple[int, int]], others: list[int]) -> AttentionBatch:
+    """A step of decode rows in random order, and slots."""
+    rng, free = setup.rng, iter(setup.rng.permutation(np.arange(1, setup.blocks)).tolist())
+    rows = [([], length) for length in others]
+    for count, tokens in sets:
+        blocks = [next(free) for _ in range(tokens // BLOCK_SIZE)]
+        rows += [(blocks, tokens + int(rng.integers(1, 200))) for _ in range(count)]
+    slots = rng.permutation(MAX_SEQS)[: len(rows)].astype(np.int32)
+    table, lens = np.zeros((MAX_SEQS + 1, MAX_BLOCKS), np.int32), np.zeros(len(rows), np.int32)
+    for row, place in enumerate(rng.permutation(len(rows))):
+        blocks, lens[row] = rows[place]
+        own = [*blocks, *(next(free) for _ in range(-(-int(lens[row]) // BLOCK_SIZE) - len(blocks)))]
+        table[slots[row], : len(own)] = own
+    setup.table.copy_(torch.from_numpy(table))
+    found = find_prefixes(table, slots, (lens - 1) // BLOCK_SIZE, BLOCK_SIZE)
+    assert (found is None) == (not sets)
+    return AttentionBatch(np.ones(len(rows), np.int32), lens, slots, setup.table, prefixes=found)
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(32, 8), (28, 4), (16, 8), (32, 32), (8, 1)])
+def test_a_graph_reads_what_rows_share_once(heads: int, kv_heads: int) -> None:
+    """Its replays have other sets, fewer rows, and none that share anything."""
+    setup = Setup(heads, kv_heads)
+    shape = StepShape(MAX_SEQS, MAX_SEQS, 1, shared=True)
+    words = torch.zeros(setup.attention.graph_words(shape), dtype=torch.int32, device="cuda")
+    state = setup.attention.captured(shape, setup.table, words)
+    assert state is not None
+
+    def plan(batch: AttentionBatch) -> None:
+        host = np.full(len(words), 99, np.int32)
+        padded = setup.padded(batch, MAX_SEQS)
+        padded.prefixes = batch.prefixes
+        assert state.plan(padded, host)
+        words.copy_(torch.from_numpy(host))
+
+    plan(AttentionBatch(*(np.empty(0, np.int32) for _ in range(3)), setup.table))
+    q, out = setup.query(MAX_SEQS), torch.empty(MAX_SEQS, heads, DIM, device="cuda", dtype=torch.bfloat16)
+    state.run(1, q, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        state.run(1, q, out)
+    for name, case in [*STEPS.items(), *STEPS.items()]:
+        batch = shared_batch(setup, *case)
+        q.copy_(setup.query(MAX_SEQS))
+        out.fill_(float("nan"))
+        setup.attention.workspace.out.fill_(float("nan"))
+        plan(batch)
+        graph.replay()
+        rows = len(batch.slots)
+        try:
+            assert_close(out[:rows], setup.expected(batch, 1, q[:rows]))
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from None
+        assert out.isfinite().all()
+    assert not setup.attention.workspace.counters.any()
+
+
+def test_an_engine_whose_rows_share_prefixes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens are the best ones, or nearly, as those of one whose rows share nothing."""
+    folder = make_checkpoint("llama", tmp_path / "model", **SIZES)
+    generator = torch.Generator().manual_seed(0)
+
+    def some(count: int) -> list[int]:
+        return torch.randint(3, 250, (count,), generator=generator).tolist()
+
+    documents = [some(160), some(130)]
+    prompts = [[*documents[i % 2], *some(3 + i)] for i in range(20)]
+    steps: list[Any] = []
+    of = prefixes.SharedPrefixes.of
+
+    def counted(self: Any, plan: Any) -> Any:
+        steps.append(of(self, plan))
+        return steps[-1]
+
+    monkeypatch.setattr(prefixes.SharedPrefixes, "of", counted)
+    monkeypatch.setattr(prefixes, "LEAST_SAVED", 1 << 16)
+    settings = {"max_num_tokens": 512, "max_num_tokens_while_decoding": 256, "max_num_seqs": 16}
+    core = start_core(folder, device="cuda", tokens_per_block=16, **settings)
+    with serve(core, tmp_path / "run") as client:
+        produced = client.generate(prompts, SamplingParams(max_tokens=32, temperature=0.0))
+    assert sum(found is not None for found in steps) > 20
+    short = shortfalls(folder, produced, prompts)
+    assert (short == 0).float().mean() > 0.9, f"{(short > 0).sum()} of {len(short)} tokens are not the best"
+    assert short.max() < TOLERANCE, f"a token is {short.max():.2f} below the best logit"
