@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from checkpoints import make_checkpoint
 from engine.harness import serve, start_core
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.ops.weight import Weight
 from flashinfer_backend.worker import warm_up
 
 PROMPTS = [list(range(5, 5 + length)) for length in (3, 17, 40)]
@@ -35,10 +37,32 @@ def test_sequences_after_a_warm_up_have_the_tokens_of_those_before(
     with serve(core, tmp_path / "run") as client:
         before = client.generate(PROMPTS * 8, params)
     warm_up.warm_up_prompts(core.config, core.runner)
+    warm_up.warm_up_products(core.config, core.runner)
     warm_up.warm_up_mixed(core.config, core.runner)
     warm_up.warm_up_sampling(core.config, core.runner)
     with serve(core, tmp_path / "again") as client:
         assert client.generate(PROMPTS * 8, params) == before
+    core.close()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "olmo2", "qwen3-moe", "qwen3.5-moe", "gpt-oss", "mpt"])
+def test_each_product_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    core = start_core(make_checkpoint(kind, tmp_path / "model"))
+    model, read = core.runner.state.model, set()
+
+    def noted(weight: Weight, name: str) -> Any:
+        read.add(id(weight))
+        return nn.Module.__getattr__(weight, name)
+
+    monkeypatch.setattr(Weight, "__getattr__", noted)
+    model.compute_products(3, head=True)
+    monkeypatch.undo()
+    kinds: dict[tuple[str, tuple[int, ...]], list[Weight]] = {}
+    for layer in model.layers:
+        for product in layer.spec.products:
+            kinds.setdefault((product.name, product.shape), []).append(getattr(layer, product.name))
+    for each, weights in [*kinds.items(), ("head", [model.lm_head])]:
+        assert read & set(map(id, weights)), f"nothing reads {each}"
     core.close()
 
 

@@ -108,6 +108,13 @@ class Layer(nn.Module):
         added = collectives.all_reduce(self._mlp(hidden, residual, chosen))
         return self._onto(hidden, added, self.mlp_norm)
 
+    def compute_products(self, hidden: Tensor) -> None:
+        """Compute each product of some tokens, for what that loads. May overwrite hidden[T, hidden]."""
+        for product in self.spec.mixer.products:
+            if product.name != "o":
+                self._product(hidden, self.input_norm, getattr(self, product.name), None)
+        self.behind(hidden.new_zeros(len(hidden), self.o.shape[1]), hidden, ALONE)
+
     def mlp(self, hidden: Tensor) -> Tensor:
         """What a rank's part of the MLP adds to the residual stream hidden[T, hidden], and on one rank that
         as well, unless what is added is normed first. May overwrite hidden."""
@@ -481,6 +488,20 @@ class Transformer(nn.Module):
         if adapters is not None:
             hidden = self.ops.add_embedded(hidden, local.masked_fill(elsewhere, -1), adapters, chosen)
         return self.collectives.all_reduce(hidden)
+
+    @torch.inference_mode()
+    def compute_products(self, tokens: int, head: bool) -> None:
+        """Compute each product of so many tokens, for what that loads: of layers that are alike those of one,
+        and the output projection's if told. Ranks do not meet."""
+        unlike = {}
+        for layer in self.layers:
+            products = ((each.name, each.shape, each.format, each.bias) for each in layer.spec.products)
+            unlike[tuple(products), layer.input_norm is None, layer.post_norm is None] = layer
+        hidden = torch.zeros(tokens, self.spec.hidden_size, dtype=self.dtype, device=self.device)
+        for layer in unlike.values():
+            layer.compute_products(hidden.clone())
+        if head:
+            self.ops.norm_linear(hidden, self.final_norm, self.spec.norm_eps, self.lm_head, None)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None, chosen: Chosen | None = None) -> Tensor:
         """Final norm and output projection: hidden[R, hidden] as forward() returns it -> [R, V], in `out` if

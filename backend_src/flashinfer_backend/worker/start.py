@@ -34,6 +34,7 @@ from flashinfer_backend.worker.runner import Runner
 from flashinfer_backend.worker.warm_up import (
     prompt_plan,
     warm_up_mixed,
+    warm_up_products,
     warm_up_prompts,
     warm_up_sampling,
 )
@@ -412,6 +413,7 @@ def _warm_up(config: EngineConfig, runner: Runner) -> None:
     """Run every kind of step once, so that no request pays for compilation; capture graphs."""
     if runner.device.type == "cuda":
         warm_up_prompts(config, runner)
+        warm_up_products(config, runner)
         # Plain torch has none, and what is compared runs layer by layer.
         if config.cuda_graph_batch_sizes != "none" and not config.compare_attention:
             sizes = config.cuda_graph_batch_sizes

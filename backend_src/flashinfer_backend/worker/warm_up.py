@@ -22,9 +22,10 @@ from flashinfer_backend.worker.runner import Runner
 log = logging.getLogger(__name__)
 
 PROMPT = (1, 2, 3)
-# Tokens of a step. Above the largest graph, cuBLAS chooses its kernel by each step's own number of tokens: up
-# to what streams allow by default these are closer.
-LENGTHS = (1, 16, 64, 96, 128, 200, 256, 384, 512, 768, *range(1024, 2049, 128), 2560, 3072, 4096, 6144)
+LENGTHS = (1, 16, 64, 200, 512, 1024, 2048, 4096)  # tokens of a step
+# Tokens of products alone, by any of which cuBLAS may choose another kernel: for few tokens it has one for
+# each 8 of them.
+PRODUCTS = sorted({*range(1, 129), *range(128, 1025, 8), *range(1024, 4097, 64), *range(4096, 16385, 512)})
 ADAPTED_LENGTHS = (1, 16, 64, 200, 512)
 FAR = 8192  # tokens of a long prefix
 # Decode rows, prompts, tokens in the cache before each of these, tokens of each. Attention has kernels for
@@ -64,6 +65,17 @@ def warm_up_prompts(config: EngineConfig, runner: Runner) -> None:
             if config.max_loras and length in {*ADAPTED_LENGTHS, longest}:
                 runner.rehearse(prompt_plan(runner.state.dummy_slot, length, adapted=True))
     log.info("steps with prompts are warm after %.1f s", time.monotonic() - began)
+
+
+def warm_up_products(config: EngineConfig, runner: Runner) -> None:
+    """Products of all numbers of tokens, and logits of all numbers of rows."""
+    began, tokens, rows = time.monotonic(), 1, config.max_num_seqs
+    with telling(lambda: f"computing the first products of {tokens} tokens"):
+        for tokens in sorted(
+            {n for n in PRODUCTS if n < config.max_num_tokens} | {config.max_num_tokens, rows}
+        ):
+            runner.state.model.compute_products(tokens, head=tokens <= rows)
+    log.info("products are warm after %.1f s", time.monotonic() - began)
 
 
 def warm_up_mixed(config: EngineConfig, runner: Runner) -> None:
