@@ -60,7 +60,7 @@ class Replay:
             follows = known[0][length + 1 : length + 1 + count] if known else []
             drafts[row, : len(follows)] = torch.tensor(follows, dtype=torch.int32)
         wrong = torch.rand(drafts.shape, generator=self._random) < self.spoilt
-        return torch.where(wrong, (drafts + 1) % 250, drafts)
+        return torch.where(wrong, (drafts + 1) % 250, drafts).to(slots.device)
 
 
 def answers(
