@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What GPU tests share: engines next to the same ones in plain torch, and the time of a call."""
+"""What GPU tests share: numbers that should be alike, engines next to the same in plain torch, and times."""
 
 from __future__ import annotations
 
@@ -12,6 +12,33 @@ from compilations import watch
 
 from engine.harness import serve, start_core
 from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.ops import torch_ops
+from flashinfer_backend.ops.weight import Weight
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, bound: float = 1e-2) -> None:
+    """Relative error of each row, so that one wrong row cannot hide."""
+    wide = torch.promote_types(expected.dtype, torch.float32)
+    actual, expected = actual.to(wide).flatten(1), expected.to(wide).flatten(1)
+    assert actual.shape == expected.shape
+    error = (actual - expected).norm(dim=1) / expected.norm(dim=1)
+    assert error.isfinite().all() and error.max() < bound, f"largest relative row error {error.max():.2e}"
+
+
+def compare_operations(
+    tokens: int, qkv: Weight, gate_up: Weight, down: Weight, normed: float, added: float
+) -> None:
+    """A layer's products in bfloat16. normed, added: bounds of those behind a norm
+    and of the one with a residual."""
+    from flashinfer_backend.ops import cuda_ops
+
+    x, residual, gated = (torch.randn(tokens, n, device="cuda").bfloat16() for n in (4096, 4096, 14336))
+    x, norm = x * 3, (1 + torch.randn(4096, device="cuda") * 0.1).bfloat16()
+    for operation, *arguments in (("norm_linear", qkv, None), ("norm_gate_up_silu", gate_up)):
+        ours, theirs = (getattr(ops, operation)(x, norm, 1e-5, *arguments) for ops in (cuda_ops, torch_ops))
+        assert_close(ours, theirs, normed)
+    ours, theirs = (ops.linear_add(gated, down, residual.clone()) for ops in (cuda_ops, torch_ops))
+    assert_close(ours, theirs, added)
 
 
 def compare_engines(

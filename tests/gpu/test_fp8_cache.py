@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import test_attention
 import torch
-from comparing import compare_engines, microseconds
+from comparing import assert_close, compare_engines, microseconds
+from test_attention import BLOCK_SIZE, DIM, MAX_BLOCKS, MAX_SEQS, check_graphs, check_layers
 
 from engine.harness import start_core
 from flashinfer_backend.attention.batch import AttentionBatch
-from flashinfer_backend.attention.contract import StepShape
 from flashinfer_backend.attention.copies import has_fa3
 from flashinfer_backend.attention.torch_paged import TorchPagedAttention
 from flashinfer_backend.cache.device import KVCache
@@ -26,7 +27,6 @@ from quantised import make_quantised
 pytestmark = pytest.mark.gpu
 
 HEADS = [(32, 8), (28, 4), (16, 16)]
-DIM, BLOCK_SIZE, MAX_SEQS = 128, 16, 64
 ROOM = 600  # blocks that prompts may copy
 SCALES = ((0.021, 0.0087), (1.0, 1.0), (0.5, 3.0))  # of keys and values, a layer each
 # Heads and widths that FlashInfer has.
@@ -46,7 +46,7 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-class Setup:
+class Setup(test_attention.Setup):
     """Random caches of e4m3, a random block table over distinct blocks, the kernels, and plain torch in
     float64 over what the elements mean."""
 
@@ -54,31 +54,18 @@ class Setup:
         from flashinfer_backend.attention.flashinfer_paged import FlashInferAttention
 
         self.rng = np.random.default_rng(0)
-        self.heads, self.blocks, self.columns = heads, 4000, 300
+        self.heads, self.blocks = heads, 4000
         shape = (self.blocks, BLOCK_SIZE, kv_heads, DIM)
         caches = [
             tuple(fp8.to_e4m3(torch.randn(shape, device="cuda"), scale) for scale in pair) for pair in SCALES
         ]
         cache = KVCache.over(caches, SCALES)
         # The last row is the slot of padded rows: all of its blocks are block 0.
-        self.table = torch.zeros(MAX_SEQS + 1, self.columns, dtype=torch.int32, device="cuda")
+        self.table = torch.zeros(MAX_SEQS + 1, MAX_BLOCKS, dtype=torch.int32, device="cuda")
         self.attention = FlashInferAttention(
-            cache, heads, MAX_SEQS, self.columns, backend, dtype=torch.bfloat16, copied_blocks=copied_blocks
+            cache, heads, MAX_SEQS, MAX_BLOCKS, backend, dtype=torch.bfloat16, copied_blocks=copied_blocks
         )
         self._caches = caches
-
-    def batch(self, q_lens: list[int], kv_lens: list[int]) -> AttentionBatch:
-        slots = self.rng.permutation(MAX_SEQS)[: len(q_lens)].astype(np.int32)
-        blocks = iter(self.rng.permutation(np.arange(1, self.blocks)))
-        table = np.zeros((MAX_SEQS + 1, self.columns), dtype=np.int32)
-        for slot, kv_len in zip(slots, kv_lens, strict=True):
-            count = -(-int(kv_len) // BLOCK_SIZE)
-            table[slot, :count] = [next(blocks) for _ in range(count)]
-        self.table.copy_(torch.from_numpy(table))
-        return AttentionBatch(np.array(q_lens, np.int32), np.array(kv_lens, np.int32), slots, self.table)
-
-    def query(self, tokens: int) -> torch.Tensor:
-        return torch.randn(tokens, self.heads, DIM, device="cuda").bfloat16()
 
     def expected(self, batch: AttentionBatch, layer: int, q: torch.Tensor) -> torch.Tensor:
         pair = zip(self._caches[layer], SCALES[layer], strict=True)
@@ -90,22 +77,7 @@ class Setup:
         return out
 
 
-def assert_close(actual: torch.Tensor, expected: torch.Tensor, bound: float = 1e-2) -> None:
-    actual, expected = actual.double().flatten(1), expected.flatten(1)
-    error = (actual - expected).norm(dim=1) / expected.norm(dim=1)
-    assert error.isfinite().all() and error.max() < bound, f"largest relative row error {error.max():.2e}"
-
-
-STEPS: dict[str, tuple[list[int], list[int]]] = {
-    "decode of one": ([1], [77]),
-    "decode": ([1] * 24, [1, 15, 16, 17, 32, 100, 255, 256, 257, 400, 33, 31] * 2),
-    "decode of one length": ([1] * 40, [256] * 40),
-    "skewed decode": ([1] * 16, [4000] + [50] * 15),
-    "prefill": ([100, 17, 640], [100, 17, 640]),
-    "long prefill": ([2048], [2048]),
-    "chunked prefill": ([512, 300], [1536, 4000]),
-    "short chunk over a long prefix": ([5], [4000]),
-    "mixed": ([1] * 9 + [300, 700, 2], [60, 900, 1, 16, 17, 3000, 5, 128, 129, 300, 1700, 34]),
+STEPS = test_attention.STEPS | {
     "all of the room": ([300, 200, 100], [4000, 4000, 1600]),
     "more than the room": ([300, 200, 100], [4000, 4000, 1601]),
     "few queries over long prefixes": ([60] * 3, [3000] * 3),
@@ -166,14 +138,7 @@ def test_steps_are_those_of_float64(backend, room, heads, kv_heads):
         if max(q_lens) > 1 and heads == 32:
             expected = "fa2" if name in BY_FA2 or not room else "fa3"
             assert setup.attention._prefill_call.backend == expected, name
-        for layer in range(len(SCALES)):
-            q = setup.query(sum(q_lens))
-            out = torch.full_like(q, float("nan"))
-            setup.attention.run(layer, q, out)
-            try:
-                assert_close(out, setup.expected(batch, layer, q))
-            except AssertionError as error:
-                raise AssertionError(f"{name}, layer {layer}: {error}") from None
+        check_layers(name, setup, batch, setup.attention.run, len(SCALES))
 
 
 def test_prompts_share_blocks():
@@ -186,48 +151,12 @@ def test_prompts_share_blocks():
         setup.table[slot, :columns] = setup.table[first, :columns]
     setup.attention.step(batch)
     assert setup.attention._prefill_call.backend == "fa3"
-    for layer in range(len(SCALES)):
-        q = setup.query(sum(q_lens))
-        out = torch.full_like(q, float("nan"))
-        setup.attention.run(layer, q, out)
-        assert_close(out, setup.expected(batch, layer, q))
+    check_layers("shared", setup, batch, setup.attention.run, len(SCALES))
 
 
 @pytest.mark.parametrize("backend", ["auto", "fa2"])
 def test_graphs_replay_other_lengths_and_fewer_rows(backend):
-    setup = Setup(32, 8, backend)
-    for bucket in (32, 4):
-        q, out = setup.query(bucket), torch.empty(bucket, 32, DIM, device="cuda", dtype=torch.bfloat16)
-        shape = StepShape(bucket, bucket, 1)
-        words = torch.zeros(setup.attention.graph_words(shape), dtype=torch.int32, device="cuda")
-        state = setup.attention.captured(shape, setup.table, words)
-
-        def plan(batch: AttentionBatch, bucket: int = bucket, words: Any = words, state: Any = state) -> None:
-            padding = bucket - len(batch.slots)
-            padded = AttentionBatch(
-                np.ones(bucket, np.int32),
-                np.concatenate([batch.kv_lens, np.ones(padding, np.int32)]),
-                np.concatenate([batch.slots, np.full(padding, MAX_SEQS, np.int32)]),
-                batch.block_table,
-            )
-            host = np.full(len(words), 99, np.int32)
-            state.plan(padded, host)
-            words.copy_(torch.from_numpy(host))
-
-        none = np.empty(0, np.int32)
-        plan(AttentionBatch(none, none, none, setup.table))
-        state.run(0, q, out)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            state.run(0, q, out)
-        for rows, longest in ((bucket, 300), (bucket - 1, 4000 // bucket), (1, 4700), (bucket // 2, 40)):
-            batch = setup.batch([1] * rows, setup.rng.integers(1, longest, rows).tolist())
-            q.copy_(setup.query(bucket))
-            out.fill_(float("nan"))
-            plan(batch)
-            graph.replay()
-            assert_close(out[:rows], setup.expected(batch, 0, q[:rows]))
-            assert out.isfinite().all()
+    check_graphs(Setup(32, 8, backend))
 
 
 @pytest.mark.parametrize("normed", [False, True])

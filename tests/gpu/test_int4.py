@@ -10,11 +10,11 @@ import itertools
 
 import pytest
 import torch
-from comparing import compare_engines
+from comparing import assert_close, compare_engines, compare_operations
 from msgspec.structs import replace
 
 from flashinfer_backend.core.tuned import Int4Tile
-from flashinfer_backend.ops import device, int4, int4_linear, tilings, torch_ops
+from flashinfer_backend.ops import device, int4, int4_linear, tilings
 from flashinfer_backend.ops.weight import Weight
 from int4_checkpoints import make_int4
 
@@ -70,14 +70,6 @@ def make_weight(
     weight = Weight.empty(role, shape, format, dtype, torch.device("cuda"))  # type: ignore[arg-type]
     weight.format.fill(weight, randn(*shape, scale=shape[1] ** -0.5))
     return weight
-
-
-def assert_close(actual: torch.Tensor, expected: torch.Tensor, bound: float) -> None:
-    """Relative error of each row, so that one wrong row cannot hide."""
-    actual, expected = actual.float(), expected.float()
-    assert actual.shape == expected.shape
-    error = (actual - expected).norm(dim=1) / expected.norm(dim=1)
-    assert error.isfinite().all() and error.max() < bound, f"largest relative row error {error.max():.2e}"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -183,26 +175,13 @@ def test_what_the_cuda_kernel_does_not_take(built):
 @pytest.mark.parametrize("tokens", [1, 64, 300])
 def test_operations_of_a_layer(tokens, ordered, kernel):
     """The norm's bfloat16 may differ in its last bit. ordered: as with GPTQ's desc_act."""
-    from flashinfer_backend.ops import cuda_ops
-
-    x, norm, residual = randn(tokens, 4096, scale=3.0), randn(4096) * 0.1 + 1, randn(tokens, 4096)
     qkv, gate_up, down = (
         make_weight(role, "int4_gptq_128", SHAPES[role]) for role in ("qkv", "gate_up", "down")
     )
     if ordered:
         for weight in (qkv, gate_up, down):
             weight.order = torch.randperm(weight.shape[1], device="cuda")
-    for ours, theirs in (
-        (cuda_ops.norm_linear(x, norm, 1e-5, qkv, None), torch_ops.norm_linear(x, norm, 1e-5, qkv, None)),
-        (
-            cuda_ops.norm_gate_up_silu(x, norm, 1e-5, gate_up),
-            torch_ops.norm_gate_up_silu(x, norm, 1e-5, gate_up),
-        ),
-    ):
-        assert_close(ours, theirs, 2e-2)
-    gated = randn(tokens, 14336)
-    expected = torch_ops.linear_add(gated, down, residual)
-    assert_close(cuda_ops.linear_add(gated, down, residual.clone()), expected, 1e-2)
+    compare_operations(tokens, qkv, gate_up, down, 2e-2, 1e-2)
 
 
 @pytest.mark.parametrize("tokens", [16, 300])

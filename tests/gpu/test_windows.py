@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from test_attention import assert_close
+from comparing import assert_close
+from test_attention import check_layers
 from test_engine import DEVICE, SETTINGS, SIZES, make_prompts
 
 from checkpoints import make_checkpoint
@@ -122,14 +123,7 @@ def check_eager_steps(setup):
     for step, (q_lens, kv_lens) in STEPS.items():
         batch = setup.batch(q_lens, kv_lens)
         prepared = setup.attention.step(batch)
-        for layer in range(LAYERS):
-            q = setup.query(sum(q_lens))
-            out = torch.full_like(q, float("nan"))
-            prepared.run(layer, q, out)
-            try:
-                assert_close(out, setup.expected(batch, layer, q))
-            except AssertionError as error:
-                raise AssertionError(f"{step}, layer {layer}: {error}") from None
+        check_layers(step, setup, batch, prepared.run)
 
 
 @pytest.mark.parametrize("name", CASES)
