@@ -107,17 +107,6 @@ def test_greedy_ids_equal_transformers(checkpoint, expected, tmp_path, settings)
     assert bool(core.scheduler.preemptions) == bool(preempts)
 
 
-@pytest.mark.parametrize(
-    "kind", ["llama-tied", "llama-sharded", "mistral", "qwen2", "qwen3", "mixtral", "qwen3-moe"]
-)
-def test_every_family_equals_transformers(kind, tmp_path):
-    folder = make_checkpoint(kind, tmp_path / "model")
-    prompts = make_prompts(4)
-    core = start_core(folder)
-    with serve(core, tmp_path / "run") as client:
-        assert client.generate(prompts, GREEDY) == reference(folder, prompts)
-
-
 def test_seeded_sampling_repeats_alone_and_among_64(checkpoint, tmp_path):
     params = SamplingParams(max_tokens=24, temperature=0.9, seed=1234567890123)
     filtered = SamplingParams(max_tokens=24, temperature=1.3, top_k=20, top_p=0.8, seed=99)
