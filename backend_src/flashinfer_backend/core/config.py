@@ -102,8 +102,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
 
     # Engines.
     replicas: Annotated[int, Setting(
-        "engines behind the one llm model, each a process with its own GPUs, weights and KV cache; a request"
-        " goes to the engine with most of its prompt cached, unless that is clearly busier",
+        "engines behind the one llm model, each a process with its own GPUs, weights and KV cache",
         low=1, high=64)] = 1
     gpu_device_ids: Annotated[Literal["auto"] | list[list[int]], Setting(
         "GPUs of each engine, counted from 0 among those in CUDA_VISIBLE_DEVICES: 0;1 for two engines; auto ="
@@ -148,12 +147,11 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
         " output) first, and a backlog's work spread evenly over its steps: the backlog ends sooner if"
         " max_tokens is the length, but short requests wait for longer ones")] = "fcfs"
     max_queue_size: Annotated[int, Setting(
-        "requests that can wait, in Triton and in the engine; more are refused at once. 0 = no bound; auto ="
+        "requests that can wait, in Triton and in the engine. 0 = no bound; auto ="
         f" {QUEUED_PER_SLOT} for each of max_num_seqs, at least {LEAST_AUTO_QUEUE}", words=(AUTO,))] = -1
     max_logits_mib: Annotated[int, Setting(
         "MiB for the requested logits of all requests together: 4 bytes for each word of the vocabulary and"
-        " each token of the prompt (return_context_logits) or of max_tokens (return_generation_logits). A"
-        " request waits for room and holds it until its last answer is sent; one that needs more is refused",
+        " each token. A request waits for room and holds it until its last answer is sent",
         low=1)] = 2048
     cuda_graph_batch_sizes: Annotated[Literal["auto", "none"] | list[int], Setting(
         "batch sizes whose decode step is captured as a CUDA graph; a batch is padded to the next",
@@ -180,14 +178,13 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
         " where there is none; none = such requests are not served", words=("none",))] = "none"
     start_stall_minutes: Annotated[int, Setting(
         "an engine without progress for this long during startup (no tensor read, no file compiled, no first"
-        " step) is ended, with a line in the log; 0 = never", low=0, high=10080)] = 30
+        " step) is ended; 0 = never", low=0, high=10080)] = 30
     compare_attention: Annotated[bool, Setting(
         "for finding faults: run plain torch's attention next to the chosen one for the first 64 tokens of"
         " each prompt, and log the largest error by layer. Steps are slow then, and none is a graph")] = False
     check_invariants: Annotated[bool, Setting(
         "for finding faults: check in every step that each block and slot has one owner; otherwise the engine"
-        " logs it and ends, to be restarted. Costs 0.1 to 0.6 ms a step for each running sequence of 500"
-        " tokens")] = False
+        " logs it and ends. Costs up to 0.6 ms a step for each running sequence")] = False
     # fmt: on
 
     @classmethod
