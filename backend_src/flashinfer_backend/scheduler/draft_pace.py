@@ -14,6 +14,7 @@ Costs = Mapping[tuple[int, int], float]  # (rows, drafts of each) -> seconds of 
 
 WORTH = 1.02  # tokens per second with drafts, relative to steps without, from which on there are any
 TRIES = 0.005  # of the time, at most, is spent on drafts that were not right of late
+RAREST = 256  # steps from one such try to the next, at most, unless TRIES asks for more
 MEMORY = 24.0  # drafts by which a sequence is judged
 FORGETS = 1 / 64  # of that memory, in a step without drafts
 HOPED, LEAST_HOPED = 0.7, 0.35  # chance that a draft of a new sequence is right: at first, and at least
@@ -36,7 +37,8 @@ class DraftPace:
 
     A draft is right with some chance, if all before it are: that of its sequence, as its last drafts were.
     So a row with k drafts yields 1 + p + ... + p^k tokens. All rows wait for each other's tokens, so their
-    mean counts. Where no number of drafts pays, a step now and then tries some.
+    mean counts. Where no number of drafts pays, a step now and then tries some: after as many steps as TRIES
+    asks for, then after twice as many each time, up to RAREST, until drafts pay again.
     """
 
     def __init__(self, slots: int, most: int, costs: Costs | None = None) -> None:
@@ -45,7 +47,8 @@ class DraftPace:
         self._chance = np.full(slots, HOPED)
         self._seen = np.full(slots, NEW)
         self._usual = HOPED
-        self._saved = 0.0  # steps' time that a try may cost
+        self._since = 0  # steps since drafts were tried, or paid
+        self._failed = 0  # tries since drafts paid
 
     def begin(self, slot: int) -> None:
         """A sequence has come to a slot."""
@@ -65,15 +68,17 @@ class DraftPace:
         self._seen[slots] = np.maximum(self._seen[slots] * (1 - FORGETS), NEW)
         count, speed = best_count(self._chance[slots], rows, self._counts, ratios)
         if speed >= WORTH:
-            self._saved = 0.0
+            self._since = self._failed = 0
             return count
-        self._saved += TRIES
-        if self._saved < ratios.min() - 1:
+        self._since += 1
+        if self._since < steps_between_tries(float(ratios.min()) - 1, self._failed):
             return 0
         count, speed = best_count(np.full(len(slots), HOPED), rows, self._counts, ratios)
-        if speed < WORTH or self._saved < ratios[self._counts == count][0] - 1:
+        extra = float(ratios[self._counts == count][0]) - 1
+        if speed < WORTH or self._since < steps_between_tries(extra, self._failed):
             return 0
-        self._saved = 0.0
+        self._since = 0
+        self._failed += 1
         return count
 
     def checked(self, slots: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> None:
@@ -84,6 +89,12 @@ class DraftPace:
         self._seen[slots] = np.minimum(seen, MEMORY)
         if total := tried.sum():
             self._usual += (accepted.sum() / total - self._usual) * SLOW
+
+
+def steps_between_tries(extra: float, failed: int) -> float:
+    """extra: what a try costs beyond a step without drafts, in such steps. failed: tries before it."""
+    least = extra / TRIES
+    return max(least, min(least * 2.0 ** min(failed, 30), RAREST))
 
 
 def best_count(chances: np.ndarray, rows: int, counts: np.ndarray, ratios: np.ndarray) -> tuple[int, float]:
