@@ -177,18 +177,17 @@ class SharedCase(NamedTuple):
 
 def shared_steps(core: Core, case: SharedCase, steps: int, vocab: int) -> dict[str, float]:
     """Decode steps of rows that share documents, as they run and with each row reading all of its keys."""
-    driver, graphs = Driver(core), core.runner.graphs
-    assert graphs is not None
+    driver, prefixes = Driver(core), core.runner.state.prefixes
     documents = random_prompts(case.documents or case.rows, case.tokens, vocab, seed=1)
     own = random_prompts(case.rows, OWN_TOKENS, vocab, seed=2)
     prompts = [np.concatenate([documents[row % len(documents)], behind]) for row, behind in enumerate(own)]
     driver.decode(prompts, 2 * steps + SPARE)
     row: dict[str, float] = {**case._asdict()} | timed_steps(driver, steps)
-    graphs.reads_prefixes_once = False
+    prefixes.enabled = False
     for _ in range(2):
         driver.step()
     row |= {f"alone_{name}": value for name, value in timed_steps(driver, steps).items()}
-    graphs.reads_prefixes_once = True
+    prefixes.enabled = True
     driver.drain()
     return row
 

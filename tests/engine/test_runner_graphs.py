@@ -22,7 +22,7 @@ from flashinfer_backend.attention.grouped import GroupAttention, GroupedAttentio
 from flashinfer_backend.attention.torch_paged import TorchPagedAttention
 from flashinfer_backend.core.paths import BUNDLED, resolve_model_dir
 from flashinfer_backend.core.sampling_params import SamplingParams
-from flashinfer_backend.worker import graphs, runner
+from flashinfer_backend.worker import graphs, prefixes, runner
 from flashinfer_backend.worker.device_state import DeviceState
 from replayed import ReplayedCapture
 
@@ -50,6 +50,20 @@ class PlannedAttention:
         self._attention.run(layer, q, out)
 
 
+class SharingAttention(PlannedAttention):
+    """Of steps whose decode rows share prefixes; looks at what it is told of these."""
+
+    def plan(self, batch: AttentionBatch, host: np.ndarray) -> bool:
+        assert batch.prefixes is not None
+        rows, counts, tokens = batch.prefixes
+        assert len(rows) <= batch.num_single < len(batch.slots)
+        table, size = batch.block_table[:, :], self._attention._block_size
+        for own, shared in zip(np.split(rows, np.cumsum(counts)[:-1]), tokens.tolist(), strict=True):
+            blocks = table[batch.slots[own].tolist(), : shared // size]
+            assert shared % size == 0 and (batch.kv_lens[own] > shared).all() and (blocks == blocks[0]).all()
+        return super().plan(batch, host)
+
+
 class GraphedAttention:
     """Of one cache group; plain torch where a step is launched layer by layer."""
 
@@ -58,6 +72,7 @@ class GraphedAttention:
         self._heads = state.model.spec.attention
         self._plain = self._torch()
         self.planned: list[PlannedAttention] = []
+        self.sharing: list[SharingAttention] = []
 
     def _torch(self) -> TorchPagedAttention:
         return TorchPagedAttention(self._cache, self._heads.heads, self._window)
@@ -73,6 +88,9 @@ class GraphedAttention:
     def captured(
         self, shape: StepShape, block_table: torch.Tensor, words: torch.Tensor, lengths: Any = None
     ) -> Captured:
+        if shape.shared and shape.feeds_per_row is None:
+            self.sharing.append(SharingAttention(self._torch()))
+            return self.sharing[-1]
         if shape.feeds_per_row is not None:
             return ItemAttention(self._cache, block_table, shape, words, self._window, lengths)
         self.planned.append(PlannedAttention(self._torch()))
@@ -139,6 +157,28 @@ def test_a_runner_with_graphs_gives_the_tokens_of_one_without(
     assert produced[0] == produced[1]
     if options:
         assert produced[0][0] == produced[0][2 * len(PROMPTS)] != produced[0][len(PROMPTS)]
+
+
+def test_decode_rows_beside_prompts_read_shared_prefixes_once(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(runner, "GraphCapture", ReplayedCapture)
+    for module in (runner, graphs):
+        monkeypatch.setattr(module, "MIXED_SIZES", [8, 16, 32, 48])
+    monkeypatch.setattr(graphs.MixedGraphs, "_layer_seconds", lambda _, size: float(size))
+    monkeypatch.setattr(graphs, "LARGEST_SHARING", 32)
+    monkeypatch.setattr(prefixes, "LEAST_SAVED", 1 << 18)
+    document = list(range(40, 232))
+    prompts = [[*document, *range(300 + 40 * i, 309 + 40 * i)] for i in range(16)]
+    params = [SamplingParams(max_tokens=10 + 3 * (i % 5), temperature=0.0) for i in range(16)]
+    produced = []
+    for name in ("without", "graphs"):
+        core = start_core(Path("bundled"), tokens_per_block=16, max_num_seqs=8)
+        if name == "graphs":
+            (attention,) = graphed(core.runner.state)
+            core.runner.capture_graphs([2, 4, 8])
+        with serve(core, tmp_path / name) as client:
+            produced.append(client.generate(prompts, params))
+    assert produced[0] == produced[1]
+    assert len(attention.sharing) == 3 and sum(each.taken for each in attention.sharing) > 2
 
 
 def test_a_runner_with_graphs_has_an_eagle3_head_draft_the_same(tmp_path: Path, monkeypatch: Any) -> None:

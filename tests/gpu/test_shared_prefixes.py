@@ -32,23 +32,28 @@ STEPS: dict[str, tuple[list[tuple[int, int]], list[int]]] = {
 }
 
 
-def shared_batch(setup: Setup, sets: list[tuple[int, int]], others: list[int]) -> AttentionBatch:
-    """A step of decode rows in random order, and slots."""
+def shared_batch(
+    setup: Setup, sets: list[tuple[int, int]], others: list[int], prompts: list[int] | None = None
+) -> AttentionBatch:
+    """A step of decode rows in random order, and slots; behind them prompts of these lengths."""
     rng, free = setup.rng, iter(setup.rng.permutation(np.arange(1, setup.blocks)).tolist())
     rows = [([], length) for length in others]
     for count, tokens in sets:
         blocks = [next(free) for _ in range(tokens // BLOCK_SIZE)]
         rows += [(blocks, tokens + int(rng.integers(1, 200))) for _ in range(count)]
+    decodes, behind = len(rows), prompts or []
+    rows += [([], length) for length in behind]
     slots = rng.permutation(MAX_SEQS)[: len(rows)].astype(np.int32)
     table, lens = np.zeros((MAX_SEQS + 1, MAX_BLOCKS), np.int32), np.zeros(len(rows), np.int32)
-    for row, place in enumerate(rng.permutation(len(rows))):
+    for row, place in enumerate([*rng.permutation(decodes).tolist(), *range(decodes, len(rows))]):
         blocks, lens[row] = rows[place]
         own = [*blocks, *(next(free) for _ in range(-(-int(lens[row]) // BLOCK_SIZE) - len(blocks)))]
         table[slots[row], : len(own)] = own
     setup.table.copy_(torch.from_numpy(table))
-    found = find_prefixes(table, slots, (lens - 1) // BLOCK_SIZE, BLOCK_SIZE)
+    found = find_prefixes(table, slots[:decodes], (lens[:decodes] - 1) // BLOCK_SIZE, BLOCK_SIZE)
     assert (found is None) == (not sets)
-    return AttentionBatch(np.ones(len(rows), np.int32), lens, slots, setup.table, prefixes=found)
+    q_lens = np.array([1] * decodes + behind, np.int32)
+    return AttentionBatch(q_lens, lens, slots, setup.table, prefixes=found)
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(32, 8), (28, 4), (16, 8), (32, 32), (8, 1)])
@@ -87,6 +92,30 @@ def test_a_graph_reads_what_rows_share_once(heads: int, kv_heads: int) -> None:
             raise AssertionError(f"{name}: {error}") from None
         assert out.isfinite().all()
     assert not setup.attention.workspace.counters.any()
+
+
+def test_a_graph_of_steps_with_prompts_reads_what_decode_rows_share_once() -> None:
+    """Beside prompts, of which none shares anything here; its replays have other sets, and none."""
+    setup, tokens = Setup(32, 8), 320
+    none = torch.empty(0, dtype=torch.int32, device="cuda")
+    state = setup.attention.captured(StepShape(tokens, MAX_SEQS, None, shared=True), setup.table, none)
+    assert state is not None
+    q, out = setup.query(tokens), torch.zeros(tokens, 32, DIM, device="cuda", dtype=torch.bfloat16)
+    state.run(1, q, out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        state.run(1, q * 1, out)
+    for name in ("system prompts", "sets of all kinds", "few rows", "nothing", "system prompts"):
+        sets, others = STEPS[name]
+        batch = shared_batch(setup, sets[:12], others, prompts=[150, 60])
+        q.copy_(setup.query(tokens))
+        out.zero_()
+        setup.attention.workspace.out.fill_(float("nan"))
+        assert state.plan(batch, np.empty(0, np.int32))
+        graph.replay()
+        fed = int(batch.q_lens.sum())
+        assert_close(out[:fed], setup.expected(batch, 1, q[:fed]))
 
 
 def test_an_engine_whose_rows_share_prefixes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

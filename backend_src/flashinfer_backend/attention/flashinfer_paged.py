@@ -19,13 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flashinfer_backend.attention import split, triton_copy, triton_decode, triton_prefix
+from flashinfer_backend.attention import split, triton_copy, triton_decode
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.contract import Captured, Prepared, Scores, StepShape
 from flashinfer_backend.attention.copies import MAX_PROMPTS, copies_pay, has_fa3
 from flashinfer_backend.attention.flashinfer_calls import INT_WORKSPACE, Call, PagedCalls, Shape
 from flashinfer_backend.attention.metadata import PagedMetadata, PinnedRing
-from flashinfer_backend.attention.prefixes import PREFIX_WORDS, PrefixTiles, RowParts
+from flashinfer_backend.attention.prefixes import PREFIX_WORDS, Prefixes, PrefixTiles
+from flashinfer_backend.attention.triton_prefix import SharedWork, prefix_parts
 from flashinfer_backend.cache.device import KVCache
 from flashinfer_backend.ops import device
 from flashinfer_backend.ops.fp8 import E4M3
@@ -97,22 +98,22 @@ class FlashInferAttention:
             own, where, window, soft_cap, None if like is None else like._calls, variants
         )
         self._fp8_cache = shape.dtype == E4M3
-        items = split.most_items(max_num_seqs, num_kv_heads, self._fp8_cache)
-        rows = max(max_num_seqs, MAX_PROMPTS)  # a step graph's prompts, padding included
-        self._ring = PinnedRing(6, INT_WORKSPACE, rows, items)
-        self.items = torch.zeros((items, split.ITEM_WORDS), dtype=torch.int32, device=where)
-        parts = items
-        if most_drafts is not None:
-            drafted = (self.max_items(rows) * (1 + most_drafts(rows)) for rows in range(1, max_num_seqs + 1))
-            parts = max(parts, *drafted)
-        # Rows that share a prefix read it once where all layers see it whole, in 16 bits and without drafts.
         plain = not varied and not soft_cap and all(each.sinks is None for each in self._scores)
+        # Rows that share a prefix read it once where all layers see it whole, in 16 bits and without drafts.
         self._shares = (
             self.decode_backend == "triton" and plain and window is None and most_drafts is None
             and not self._fp8_cache and PrefixTiles.fit(num_heads, num_kv_heads)
         )  # fmt: skip
-        if self._shares:
-            parts += self.prefix_tiles(max_num_seqs).cells
+        tiles = self.prefix_tiles(max_num_seqs) if self._shares else None
+        items = parts = split.most_items(max_num_seqs, num_kv_heads, self._fp8_cache)
+        if tiles is not None:
+            items, parts = items + tiles.words // split.ITEM_WORDS, parts + tiles.cells
+        rows = max(max_num_seqs, MAX_PROMPTS)  # a step graph's prompts, padding included
+        self._ring = PinnedRing(6, INT_WORKSPACE, rows, items)
+        self.items = torch.zeros((items, split.ITEM_WORDS), dtype=torch.int32, device=where)
+        if most_drafts is not None:
+            drafted = (self.max_items(rows) * (1 + most_drafts(rows)) for rows in range(1, max_num_seqs + 1))
+            parts = max(parts, *drafted)
         self.workspace = triton_decode.DecodeWorkspace(
             max_num_seqs, parts, num_heads, num_kv_heads, head_dim, where
         )
@@ -180,12 +181,12 @@ class FlashInferAttention:
         """State for a CUDA graph: of decode rows alone, see DecodeGraphState; of steps with prompts, see
         StepGraphState, and None where a decode backend was forced, which plans every step anew, and where
         there is no FA3. Of shared prefixes, None where they are not read once."""
+        if shape.shared and not self._shares:
+            return None
         if shape.feeds_per_row is None:
             if self.decode_backend != "triton" or not self._fa3:
                 return None
-            return StepGraphState(self, shape.tokens, shape.rows, block_table, lengths)
-        if shape.shared and not self._shares:
-            return None
+            return StepGraphState(self, shape, block_table, lengths)
         if not 1 <= shape.rows <= self.max_num_seqs:
             raise ValueError(f"graph bucket {shape.rows} is outside 1..{self.max_num_seqs} (max_num_seqs)")
         return DecodeGraphState(self, shape, block_table, words, lengths)
@@ -222,7 +223,7 @@ class FlashInferAttention:
             assert call.items is not None and call.table is not None
             how, shared = self._scores[layer], call.shared
             if shared is not None:
-                triton_prefix.prefix_parts(q, cache, shared, call.table, self.workspace, how.scale)
+                prefix_parts(q, cache, shared, call.table, self.workspace, how.scale)
             triton_decode.decode(
                 q, cache, out, call.items, call.table, self.workspace, how.scale, scales,
                 soft_cap=how.soft_cap, sinks=how.sinks, rows=rows, lengths=call.lengths, window=self._window,
@@ -251,26 +252,46 @@ class FlashInferAttention:
         """How what decode rows share is cut up."""
         return PrefixTiles(rows, self.num_heads, self.num_kv_heads)
 
+    def work(self, items: Tensor, rows: int, tiles: PrefixTiles | None) -> tuple[Tensor, SharedWork | None]:
+        """What `split` wrote of up to `rows` rows, as the kernels take it."""
+        own, shared = items.split_with_sizes([self.max_items(rows), len(items) - self.max_items(rows)])
+        if tiles is None:
+            return own, None
+        words, order = shared.view(-1).split_with_sizes(tiles.sizes)
+        return own, SharedWork(words.view(-1, PREFIX_WORDS), order)
+
     def split(
         self,
         kv_lens: np.ndarray,
         slots: np.ndarray,
         items: np.ndarray,
         q_lens: np.ndarray | None = None,
-        shared: RowParts | None = None,
+        tiles: PrefixTiles | None = None,
+        prefixes: Prefixes | None = None,
     ) -> None:
-        """The Triton kernel's work for decode rows, to int32 [n, ITEM_WORDS]."""
+        """The Triton kernel's work for decode rows, to int32 [n, ITEM_WORDS]; behind it, what `tiles` says of
+        their prefixes."""
+        shared = None
+        if tiles is not None:
+            items, words = np.split(items, [len(items) - tiles.words // split.ITEM_WORDS])
+            shared = tiles.split(prefixes, slots, len(items), words.reshape(-1))
         split.split_rows(kv_lens, slots, len(items), items, self._planned_window, q_lens, shared)
 
     def plan_items(
-        self, kv_lens: np.ndarray, slots: np.ndarray, items: Tensor, q_lens: np.ndarray | None = None
+        self,
+        kv_lens: np.ndarray,
+        slots: np.ndarray,
+        items: Tensor,
+        q_lens: np.ndarray | None = None,
+        tiles: PrefixTiles | None = None,
+        prefixes: Prefixes | None = None,
     ) -> None:
         """Upload the Triton kernel's work for decode rows (if any) to `items`, the first of self.items."""
         entry = self._ring.next()
         if len(slots):
-            self.split(kv_lens, slots, entry.items.numpy()[: len(items)], q_lens)
+            self.split(kv_lens, slots, entry.items.numpy()[: len(items)], q_lens, tiles, prefixes)
         else:
-            entry.items[:, 0] = -1
+            entry.items[:, 0], entry.items[:, 1] = -1, 0  # no row's, and a tile of no rows
         items.copy_(entry.items[: len(items)], non_blocking=True)
         self._ring.release(entry)
 
@@ -374,14 +395,9 @@ class DecodeGraphState:
             ends = None
             if lengths is not None:
                 ends = split.Lengths(lengths, shape.feeds_per_row or 1)
-            own = attention.max_items(shape.rows)
-            items = words[: own * split.ITEM_WORDS].view(-1, split.ITEM_WORDS)
-            work = None
-            if shape.shared:
-                self._tiles = attention.prefix_tiles(shape.rows)
-                tiles, order = words[items.numel() :].split_with_sizes(self._tiles.sizes)
-                work = triton_prefix.SharedWork(tiles.view(-1, PREFIX_WORDS), order)
-            self._call = Call("triton", shape.rows, None, items, block_table, ends, work)
+            self._tiles = attention.prefix_tiles(shape.rows) if shape.shared else None
+            work = attention.work(words.view(-1, split.ITEM_WORDS), shape.rows, self._tiles)
+            self._call = Call("triton", shape.rows, None, work[0], block_table, ends, work[1])
         else:  # a step of padded rows, so that capture can follow at once
             none = np.empty(0, dtype=np.int32)
             self._call = attention.plan_decode(attention.decode_backend, none, none, block_table, shape.rows)
@@ -401,13 +417,9 @@ class DecodeGraphState:
                 f"{batch.q_lens.max()}"
             )
         if self._call.items is not None:
-            own, shared = self._call.items.numel(), None
-            if self._tiles is not None:
-                first_cell = len(self._call.items)
-                shared = self._tiles.split(batch.prefixes, batch.slots, first_cell, host[own:])
-            items = host[:own].reshape(-1, split.ITEM_WORDS)
+            items = host.reshape(-1, split.ITEM_WORDS)
             q_lens = batch.q_lens if self._call.lengths is not None else None
-            self._attention.split(batch.kv_lens, batch.slots, items, q_lens, shared)
+            self._attention.split(batch.kv_lens, batch.slots, items, q_lens, self._tiles, batch.prefixes)
             return True
         call = self._attention.plan_decode(
             self._call.backend, batch.kv_lens, batch.slots, batch.block_table, self._shape.rows
@@ -449,17 +461,22 @@ class StepGraphState:
     def __init__(
         self,
         attention: FlashInferAttention,
-        tokens: int,
-        decode_rows: int,
+        shape: StepShape,
         block_table: Tensor,
         lengths: Tensor | None = None,
     ) -> None:
+        tokens, decode_rows = shape.tokens, shape.rows
         if tokens > LARGEST_GRAPH:
             raise ValueError(f"a step graph of {tokens} tokens is above {LARGEST_GRAPH}, its plan's room")
-        self._attention, self._decode_rows, self._table = attention, decode_rows, block_table
-        self._items = attention.items[: attention.max_items(decode_rows)]
-        self._tokens = tokens
-        self._lengths = None if lengths is None else split.Lengths(lengths)
+        self._attention, self._decode_rows = attention, decode_rows
+        self._tiles = attention.prefix_tiles(decode_rows) if shape.shared else None
+        own = attention.max_items(decode_rows)
+        if self._tiles is not None:
+            own += self._tiles.words // split.ITEM_WORDS
+        self._items, self._tokens = attention.items[:own], tokens
+        ends = None if lengths is None else split.Lengths(lengths)
+        items, work = attention.work(self._items, decode_rows, self._tiles)
+        self._call = Call("triton", decode_rows, None, items, block_table, ends, work)
         none = np.empty(0, np.int32)
         attention.plan_items(none, none, self._items)  # a step of nothing, so that capture can follow at once
         self._info = self._plan_prompts(none, none, none, 0, block_table)
@@ -481,7 +498,9 @@ class StepGraphState:
             return False
         if self._attention.choose_prefill(q_lens, kv_lens) != "fa3":
             return False
-        self._attention.plan_items(batch.kv_lens[:decode], batch.slots[:decode], self._items)
+        self._attention.plan_items(
+            batch.kv_lens[:decode], batch.slots[:decode], self._items, None, self._tiles, batch.prefixes
+        )
         info = self._plan_prompts(q_lens, kv_lens, batch.slots[decode:], decode, batch.block_table)
         if info != self._info:
             raise RuntimeError("FlashInfer's plan no longer matches the captured graph; capture it again")
@@ -489,8 +508,7 @@ class StepGraphState:
 
     def run(self, layer: int, q: Tensor, out: Tensor) -> None:
         """q, out [tokens, Hq, D]; to be captured."""
-        attention, rows = self._attention, self._decode_rows
-        call = Call("triton", rows, None, self._items, self._table, self._lengths)
+        attention, rows, call = self._attention, self._decode_rows, self._call
         attention.side_by_side(
             self._tokens,
             lambda: attention.run_prompts("fa3", self._info, layer, q, out, MAX_PROMPTS),

@@ -9,9 +9,10 @@ Mixed steps of few tokens have one or two graphs per number of tokens (MixedGrap
 attention of a new shape each time, but its other operations depend only on the number of tokens. Launched one
 by one they cost the host about 10 ms, more than the device needs for a short prompt. Steps are padded to a
 captured number of tokens. Where attention can be captured too (StepGraphState: FA3 and the Triton kernel read
-what changes from the device), the step is one full graph. Else it goes layer by layer, and what lies between
-two attention calls is a graph: from the embedding to the first query, from one layer's attention to the next
-layer's query. After the last attention only the tokens go on whose logits are wanted, outside any graph.
+what changes from the device), the step is one full graph, another one where decode rows share prefixes. Else
+it goes layer by layer, and what lies between two attention calls is a graph: from the embedding to the first
+query, from one layer's attention to the next layer's query. After the last attention only the tokens go on
+whose logits are wanted, outside any graph.
 
 More padding can be faster: a matrix product of 448 tokens may take longer than one of 512. So each number of
 tokens is timed once it is captured, and a step takes the fastest that holds it.
@@ -45,6 +46,7 @@ COLUMNS = 5  # int32 words per row of a graph's input, besides attention's and a
 # Numbers of tokens of mixed steps. Beyond the last one the device takes longer than the host, so nothing is
 # gained. Padding costs about 3 % of a step for 16 tokens of 256, so they are dense.
 MIXED_SIZES = [8, 16, 24, 32, 48, *range(64, 512, 16), *range(512, 1025, 32)]
+LARGEST_SHARING = 512  # tokens of a mixed step whose decode rows read shared prefixes once
 TIMED_REPLAYS = 10
 
 
@@ -157,8 +159,7 @@ class DecodeGraphs:
         self.last: torch.cuda.CUDAGraph | None = None  # replayed, without tails
         # By rows. Adapters and drafts have none.
         self._sharing: dict[int, DecodeStep] = {}
-        self.reads_prefixes_once = drafting is None and not adapted  # may be switched off, to compare
-        for size in reversed(sharing_sizes(self._sizes) if self.reads_prefixes_once else []):
+        for size in reversed([] if drafting is not None or adapted else sharing_sizes(self._sizes)):
             found = self._try_capture(StepShape(size, size, 1, shared=True), capture)
             if found is None:
                 break
@@ -177,10 +178,8 @@ class DecodeGraphs:
         shape, rows = self._shape(plan), plan.num_rows
         assert shape is not None
         captured, prefixes = self._captured[shape], None
-        if self._sharing and self.reads_prefixes_once:
-            prefixes = self._state.prefixes.of(plan)
-            if prefixes is not None:
-                captured = self._sharing[min(size for size in self._sharing if size >= rows)]
+        if self._sharing and (prefixes := self._state.prefixes.of(plan)) is not None:
+            captured = self._sharing[min(size for size in self._sharing if size >= rows)]
         # Else the graph's own entry is early enough. Where drafts may have been rejected, the device does not
         # know which column the host has opened.
         exact = captured.feeds == 1 and (self._drafting is None or self._drafting.exact)
@@ -460,6 +459,7 @@ class MixedGraphs:
         self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}
         self._streams: dict[int, Stream] = {}
         self._full: dict[int, list[FullStep]] = {}
+        self._sharing: dict[int, FullStep] = {}
         self._capture_graph = capture
         with torch.inference_mode():
             for size in reversed(MIXED_SIZES):  # the largest first, so that the others fit its memory
@@ -469,7 +469,12 @@ class MixedGraphs:
                 for rows in sorted({min(64, most), most}):
                     steps = StepShape(size, rows, None)
                     own = block_table, self._no_words, state.attended_lengths
-                    self._capture_full(size, attention.captured(steps, *own), rows)
+                    if (full := self._capture_full(size, attention.captured(steps, *own), rows)) is not None:
+                        self._full.setdefault(size, []).append(full)
+                if size <= LARGEST_SHARING and not adapted and size in self._full:
+                    shared = attention.captured(steps._replace(shared=True), *own)
+                    if (full := self._capture_full(size, shared, most)) is not None:
+                        self._sharing[size] = full
                 capture.sizes += 1
         # All ranks must pad to the same sizes.
         times = model.collectives.agreed([self._layer_seconds(size) for size in MIXED_SIZES])
@@ -482,7 +487,8 @@ class MixedGraphs:
     def plan_full(self, size: int, batch: AttentionBatch) -> FullStep | None:
         """The full graph of a step of `size` tokens (padding included), its attention planned; None where
         the step must run piecewise."""
-        for full in self._full.get(size, ()):
+        sharing = self._sharing.get(size) if batch.prefixes is not None else None
+        for full in self._full.get(size, ()) if sharing is None else [sharing]:
             if batch.num_single <= full.decode_rows:
                 return full if full.attention.plan(batch, np.empty(0, np.int32)) else None
         return None
@@ -607,9 +613,14 @@ class MixedGraphs:
         assert stream is not None
         self._streams[size] = stream
 
-    def _capture_full(self, size: int, attention: Captured | None, rows: int) -> None:
+    @property
+    def reads_prefixes_once(self) -> bool:
+        """Whether there are graphs of steps whose decode rows share prefixes."""
+        return bool(self._sharing)
+
+    def _capture_full(self, size: int, attention: Captured | None, rows: int) -> FullStep | None:
         if attention is None or self._state.states is not None:  # delta nets launch by the number of rows
-            return
+            return None
 
         def layers(count: int) -> Stream:
             stream = None
@@ -620,7 +631,7 @@ class MixedGraphs:
             return stream
 
         graph, stream = self._capture_graph(lambda: layers(len(self._model.layers)), lambda: layers(1))
-        self._full.setdefault(size, []).append(FullStep(rows, graph, attention, stream))
+        return FullStep(rows, graph, attention, stream)
 
 
 def _decodes(slots: np.ndarray, lengths: np.ndarray) -> StepPlan:

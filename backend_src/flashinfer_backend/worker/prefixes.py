@@ -27,6 +27,7 @@ class SharedPrefixes:
         # Of the rows that were asked for last: a sequence shares what it did when it came to its slot.
         self._slots = b""
         self._found: Prefixes | None = None
+        self.enabled = True  # may be switched off, to compare
 
     def note(self, plan: StepPlan) -> None:
         """Take in a step's new blocks; of every step, before it is asked for."""
@@ -37,11 +38,12 @@ class SharedPrefixes:
             self._slots = b""
 
     def of(self, plan: StepPlan) -> Prefixes | None:
-        """What the rows of a step of decodes share; None where it does not pay."""
-        slots = plan.slots.tobytes()
+        """What rows share that feed the last token alone; None where it does not pay."""
+        rows = plan.slots[: plan.num_last]
+        slots = rows.tobytes()
         if slots != self._slots:
-            counts = plan.starts // self._block_size
-            found = find_prefixes(self._blocks, plan.slots, counts, self._block_size)
+            counts = plan.starts[: len(rows)] // self._block_size
+            found = find_prefixes(self._blocks, rows, counts, self._block_size)
             worth = found is not None and found.saved >= self._least_tokens
             self._slots, self._found = slots, found if worth else None
-        return self._found
+        return self._found if self.enabled else None

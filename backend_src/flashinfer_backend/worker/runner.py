@@ -332,6 +332,7 @@ class Runner:
             block_table=state.block_table,
             lengths=state.attended_lengths,
             drafted=int(plan.lengths.max()) if len(plan.drafted_rows) else 1,
+            prefixes=state.prefixes.of(plan) if graphs is not None and graphs.reads_prefixes_once else None,
         )
         rows = None if len(plan.logits_rows) else sampling  # of which the last layer's output is wanted
         full = graphs.plan_full(size, batch) if graphs is not None and batch.drafted == 1 else None
