@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_attention import BLOCK_SIZE, DIM, MAX_BLOCKS, MAX_SEQS, Setup, assert_close
+from comparing import assert_close
+from test_attention import BLOCK_SIZE, DIM, MAX_BLOCKS, MAX_SEQS, Setup
 from test_engine import SIZES, TOLERANCE, shortfalls
 
 from checkpoints import make_checkpoint
