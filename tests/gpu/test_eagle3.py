@@ -68,13 +68,16 @@ def test_drafts_are_mostly_those_of_float32(form: str, tmp_path: Path):
 def test_greedy_tokens_stay_the_best_or_nearly(settings: dict[str, str], tmp_path: Path):
     target = make_checkpoint("llama", tmp_path / "target", num_hidden_layers=6, **SIZES)
     head = make_head("speculators", tmp_path / "head", **HEAD)
-    make = maker(head, fp8="quantization" in settings)
-    core = start_core(target, make_proposer=make, **SETTINGS, **settings)
-    with serve(core, tmp_path / "run") as client:
-        found = client.generate(make_prompts(12), SamplingParams(max_tokens=32, temperature=0.0))
-    short = shortfalls(target, found)
-    limit = 0.5 if not settings else 3.0  # FP8 rounds more: on a CPU up to 2.5, with drafts or without
-    assert short.max() < limit, f"a token is {short.max():.2f} below the best logit"
+    largest = {}
+    for make in (None, maker(head, fp8="quantization" in settings)):
+        core = start_core(target, make_proposer=make, **SETTINGS, **settings)
+        with serve(core, tmp_path / f"drafts {make is not None}") as client:
+            found = client.generate(make_prompts(12), SamplingParams(max_tokens=32, temperature=0.0))
+        core.close()
+        largest[make is not None] = shortfalls(target, found).max().item()
+    # FP8 rounds so much that only the engine without drafts can tell how far a token may be from the best.
+    limit = 0.5 if not settings else 1.5 * largest[False]
+    assert largest[True] < limit, f"a token is {largest[True]:.2f} below the best logit, of {largest}"
 
 
 @pytest.mark.parametrize("graphs", ["none", "auto"])
@@ -84,6 +87,7 @@ def test_the_bundled_head_is_accepted(graphs: str, tmp_path: Path):
     core = start_core(Path("bundled"), make_proposer=make, **options)
     with serve(core, tmp_path / "run") as client:
         params = SamplingParams(max_tokens=200, temperature=0.0, end_id=-1)
-        (found,) = client.generate([STORY], params)
-        steps = client.loop.iteration
-    assert len(found) / steps > 1.3
+        client.generate([STORY], params)
+    # How many there are depends on measured times.
+    scheduler = core.scheduler
+    assert scheduler.accepted_tokens > 0.3 * scheduler.drafted_tokens > 0

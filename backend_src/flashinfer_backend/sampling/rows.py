@@ -23,21 +23,20 @@ from flashinfer_backend.sampling.processors import Allowed, BadWords
 from flashinfer_backend.sampling.state import SequenceState, StatefulRow
 
 T = TypeVar("T")
+PADDING = np.zeros(4, np.int32)
 
 
 def upload(staging: StagingRing, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-    """Arrays of 4-byte or 8-byte elements as tensors, sent in one copy. Unsigned ones become signed."""
-    order = sorted(range(len(arrays)), key=lambda i: -arrays[i].itemsize)  # 8-byte elements stay aligned
-    data = staging.upload([np.ascontiguousarray(arrays[i]).reshape(-1).view(np.int32) for i in order])
-    result: list[Tensor] = [data] * len(arrays)
-    begin = 0
-    for i in order:
-        array = arrays[i]
-        words = array.size * array.itemsize // 4
+    """Arrays of 4-byte or 8-byte elements as tensors, sent in one copy. Unsigned ones become signed. Each
+    begins at a multiple of 16 bytes: PyTorch has other kernels for those that do not."""
+    parts = [np.ascontiguousarray(array).reshape(-1).view(np.int32) for array in arrays]
+    data = staging.upload([piece for part in parts for piece in (part, PADDING[: -len(part) % len(PADDING)])])
+    result, begin = [], 0
+    for array, words in zip(arrays, parts, strict=True):
         dtype = torch.float32 if array.dtype == np.float32 else torch.int64 if array.itemsize == 8 else None
-        part = data[begin : begin + words]
-        result[i] = (part.view(dtype) if dtype else part).view(array.shape)
-        begin += words
+        part = data[begin : begin + len(words)]
+        result.append((part.view(dtype) if dtype else part).view(array.shape))
+        begin += -(-len(words) // len(PADDING)) * len(PADDING)
     return result
 
 

@@ -23,9 +23,8 @@ log = logging.getLogger(__name__)
 
 PROMPT = (1, 2, 3)
 LENGTHS = (1, 16, 64, 200, 512, 1024, 2048, 4096)  # tokens of a step
-# Tokens of products alone, by any of which cuBLAS may choose another kernel: for few tokens it has one for
-# each 8 of them.
-PRODUCTS = sorted({*range(1, 129), *range(128, 1025, 8), *range(1024, 4097, 64), *range(4096, 16385, 512)})
+# Tokens of products alone: cuBLAS chooses its kernel by their number, for few tokens by nearly each.
+PRODUCTS = sorted({*range(1, 513), *range(512, 1025, 8), *range(1024, 4097, 64), *range(4096, 16385, 512)})
 ADAPTED_LENGTHS = (1, 16, 64, 200, 512)
 FAR = 8192  # tokens of a long prefix
 # Decode rows, prompts, tokens in the cache before each of these, tokens of each. Attention has kernels for
