@@ -200,6 +200,9 @@ def test_what_a_slot_shares_changes_with_its_sequence():
     assert decode(shared, [0, 1, 2, 3], 1291) == [(4, 1280)]
     assert decode(shared, [3, 1], 1291) == [(2, 1280)]
     assert decode(shared, [0, 1, 2, 3], 1292) == [(4, 1280)]
+    come(shared, {5: run(600, 4)})
+    assert decode(shared, [], 0) is None  # a step of prompts alone
+    assert decode(shared, [0, 1, 2, 3], 1292) == [(4, 1280)]
     come(shared, {1: [*document[:15], *run(700, 9)]})  # other tokens, in the same slot
     assert decode(shared, [0, 1, 2, 3], 1293) == [(4, 960)]
     come(shared, {slot: run(800 + 30 * slot, 21) for slot in (0, 1, 2)})

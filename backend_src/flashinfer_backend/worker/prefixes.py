@@ -25,7 +25,7 @@ class SharedPrefixes:
         self._block_size = block_size
         self._least_tokens = LEAST_SAVED // bytes_per_token
         # Of the rows that were asked for last: a sequence shares what it did when it came to its slot.
-        self._slots = b""
+        self._slots: bytes | None = None
         self._found: Prefixes | None = None
         self.enabled = True  # may be switched off, to compare
 
@@ -35,7 +35,7 @@ class SharedPrefixes:
         _, slot, column, block = updates[updates[:, 0] == 0].T if len(updates) else updates.T
         self._blocks[slot, column] = block
         if not column.all():  # the first block of a sequence that came to its slot
-            self._slots = b""
+            self._slots = None
 
     def of(self, plan: StepPlan) -> Prefixes | None:
         """What rows share that feed the last token alone; None where it does not pay."""
