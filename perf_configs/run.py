@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs benchmark rows against one server after the other and writes results/<date>-<gpu>.json, .md and plots.
+"""Runs benchmark rows against one server after the other and writes results/<date>-<gpu>.json, .md and .html.
 
     python -m perf_configs.run --model-dir DIR --sharegpt FILE                     everything, both servers
     python -m perf_configs.run ... --server ours --rows a,b                        one server, some rows
@@ -34,11 +34,13 @@ from client.bench_options import given_options
 from client.datasets import Prompt, fingerprint, load_prompts, load_tokenizer
 from client.device_log import DeviceLog, find_devices
 from client.load import Load, run_load
+from client.measured import read, told_apart
 from client.metrics import format_table, request_columns
+from client.report import page
 from client.scenarios import Point, Scenario, known_rows, read_scenarios
 from client.wire import OPENAI
 from flashinfer_backend.core.paths import named_folder
-from perf_configs import floor, plots, provenance, results
+from perf_configs import floor, provenance, results
 from perf_configs.plan import (
     PROFILE,
     Plan,
@@ -53,7 +55,7 @@ from perf_configs.servers import ROOT, Running, ServerSpec, StartError, check, r
 WARM_UP_SEED = 1_000_003
 WARM_UP_KEYS = ("completed", "failed", "errors", "requests_with_checked_length")
 LEFT_OUT = ("url", "api_key")  # of the load, in results
-OF_MERGING = {"merge", "out", "step_times"}  # the options that count where nothing is measured
+OF_MERGING = {"merge", "out"}  # the options that count where nothing is measured
 OF_STARTING = {"port", "load_format"}
 SLOWER_SERVER = 1.5  # times as long as another server a server is given for a row
 EXIT_INTERRUPTED = 130
@@ -126,9 +128,6 @@ def argument_parser() -> argparse.ArgumentParser:
     p.add_argument("--commit", default="", help="what results call this version (default: what git says)")
     p.add_argument(
         "--merge", type=Path, metavar="FILE", nargs="+", default=[], help="earlier results to take in"
-    )
-    p.add_argument(
-        "--step-times", type=Path, metavar="FILE", help="JSON of perf_configs/kernels/bench_step.py, to draw"
     )
     return p
 
@@ -406,15 +405,20 @@ def current_commit() -> str:
         return "unknown"
 
 
-def write_report(document: results.Document, path: Path, step_times: Path | None) -> None:
-    """The merged JSON, the Markdown table beside it, and plots of what the document holds."""
+def write_report(document: results.Document, path: Path) -> None:
+    """The merged JSON, the Markdown table beside it, and a page with plots, unless matplotlib is missing."""
     results.save(document, path)
     # Beside the rows that compare servers those that are there and require something.
     known = known_rows()
     rows = [*read_scenarios(), *(run["row"] for run in document["runs"] if run["row"] in known)]
     table = results.markdown(document, read_scenarios(",".join(dict.fromkeys(rows))))
     path.with_suffix(".md").write_text(table, encoding="utf-8")
-    plots.draw(document, step_times, path.parent, path.stem)
+    runs = told_apart([(path, read(path), False)]) if document["runs"] else []
+    try:
+        if runs:
+            path.with_suffix(".html").write_text(page(runs, path.stem), encoding="utf-8")
+    except ImportError:
+        print("matplotlib is not installed: no plots drawn")
     print("\n".join(line for line in table.split("## All runs")[0].splitlines() if line))
     print(f"written: {path}")
 
@@ -435,8 +439,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"{option} has no effect where results are only merged; with --model-dir rows are run")
     try:
         earlier = [results.load(path) for path in args.merge]
-        if args.step_times is not None:
-            plots.read_step_times(args.step_times)
         if merge_only:
             path = args.out / max(args.merge, key=lambda path: path.name).name
             earlier = [*results.existing(path), *earlier]
@@ -458,7 +460,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, StartError) as error:
         parser.error(str(error))
     if merge_only:
-        write_report(results.merge(earlier), path, args.step_times)
+        write_report(results.merge(earlier), path)
         return 0
     print(benchmark.expected(), flush=True)
     if args.dry_run:
@@ -478,7 +480,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     for line in benchmark.problems:
         print(f"not measured: {line}", file=sys.stderr)
-    write_report(results.merge([*earlier, benchmark.document]), benchmark.path, args.step_times)
+    write_report(results.merge([*earlier, benchmark.document]), benchmark.path)
     if benchmark.left_out:
         print(f"left out for lack of time: {', '.join(benchmark.left_out)}", file=sys.stderr)
     return 1 if benchmark.problems or benchmark.left_out or benchmark.failed_requests else 0

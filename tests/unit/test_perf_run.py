@@ -65,6 +65,7 @@ def test_both_servers_are_measured_and_the_time_limit_leaves_rows_out(tmp_path, 
         assert (measured["profile"], measured["knobs"], measured["environment"]) == (None, "", {})
     assert str(tmp_path) not in path.read_text()
     assert "pass" in path.with_suffix(".md").read_text() or "miss" in path.with_suffix(".md").read_text()
+    assert "<svg" in path.with_suffix(".html").read_text()
 
 
 def test_a_call_that_is_cut_keeps_its_results_and_the_log_of_the_server_that_starts(
@@ -318,8 +319,6 @@ def test_the_gpus_of_a_run_are_those_it_ran_on(tmp_path, model_dir):
         (["--rows", "a,b", "--sharegpt", "{tmp}/few.json"], "and none of a, b has them: leave it out"),
         (["--rows", "c", "--sharegpt", "{tmp}/s.json"], "s.json: there is no such file"),
         (["--rows", "c", "--sharegpt", "{tmp}/few.json"], "has 3 usable conversations, 1000 were asked for"),
-        (["--step-times", "{tmp}/s.json"], "s.json cannot be read: No such file"),
-        (["--step-times", "{tmp}/few.json"], "holds no decode steps"),
         (["--merge", "/nonexist.json"], "/nonexist.json cannot be read: No such file"),
         (["--merge", "{tmp}/few.json"], "is no result document"),
     ],
