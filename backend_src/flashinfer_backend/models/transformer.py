@@ -29,12 +29,12 @@ class Attention(Protocol):
 
 class Taps(NamedTuple):
     """Which layers' outputs are wanted, ascending; and where they are written:
-    out[T, len(layers) * hidden], side by side. rows: int64 [T], the tokens' rows in an `out` of more; None:
-    in their order."""
+    out[T, len(layers) * hidden], side by side. None: they are appended to `kept`, [T, hidden] each. A copy
+    amid the layers would keep the product behind it from reading its weights early."""
 
     layers: tuple[int, ...]
-    out: Tensor
-    rows: Tensor | None = None
+    out: Tensor | None
+    kept: list[Tensor]
 
 
 class Recurrent(NamedTuple):
@@ -424,7 +424,7 @@ class Transformer(nn.Module):
             hidden = self.embed(input_ids, chosen)
         else:
             hidden = self._after(index - 1, mixed, stream, chosen)
-        _tap(taps, index - 1, hidden)
+        self._tap(taps, index - 1, hidden)
         layer, place = self.layers[index], self.places[index]
         if isinstance(layer, DeltaLayer):
             return None, layer.before(hidden, chosen)
@@ -452,7 +452,7 @@ class Transformer(nn.Module):
         last = len(self.layers) - 1
         if taps is not None and last in taps.layers:
             hidden = self._after(last, mixed, stream, chosen)
-            _tap(taps, last, hidden)
+            self._tap(taps, last, hidden)
             return hidden if rows is None else hidden[rows]
         if rows is not None:
             mixed, stream = mixed[rows], stream.of(rows)
@@ -460,6 +460,19 @@ class Transformer(nn.Module):
             if not len(rows):
                 return stream.hidden
         return self._after(last, mixed, stream, chosen)
+
+    def _tap(self, taps: Taps | None, number: int, hidden: Tensor) -> None:
+        """Write a layer's output to its places, or keep it, if it is wanted."""
+        if taps is None or number not in taps.layers:
+            return
+        if taps.out is None:
+            following = self.layers[number + 1 : number + 2]
+            changed = any(self.ops.overwrites_residual(layer.o, len(hidden)) for layer in following)
+            taps.kept.extend([hidden.clone() if changed else hidden] * taps.layers.count(number))
+            return
+        for layer, place in zip(taps.layers, taps.out.split(hidden.shape[1], dim=1), strict=True):
+            if layer == number:
+                place.copy_(hidden)
 
     def _after(self, index: int, mixed: Tensor, stream: Stream, chosen: Chosen | None) -> Tensor:
         layer = self.layers[index]
@@ -529,16 +542,6 @@ class Transformer(nn.Module):
         if (cap := spec.logits_soft_cap) is not None:
             own.div_(cap).tanh_().mul_(cap)
         return own if alone else self.collectives.gather_columns(own, spec.vocab_size, out)
-
-
-def _tap(taps: Taps | None, number: int, hidden: Tensor) -> None:
-    """Write a layer's output to its places, if it is wanted."""
-    if taps is not None and number in taps.layers:
-        for layer, place in zip(taps.layers, taps.out.split(hidden.shape[1], dim=1), strict=True):
-            if layer == number and taps.rows is None:
-                place.copy_(hidden)
-            elif layer == number:
-                place[taps.rows] = hidden
 
 
 def parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:

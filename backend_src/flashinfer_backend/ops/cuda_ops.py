@@ -187,6 +187,13 @@ def linear_add(x: Tensor, weight: Weight, residual: Tensor | None, chosen: Chose
     return triton_linear.linear(x, data, tiling, residual=residual)
 
 
+def overwrites_residual(weight: Weight, tokens: int) -> bool:
+    """See ops.torch_ops.overwrites_residual."""
+    if isinstance(weight.format, Int4):
+        return True  # where it is written out in 16 bits
+    return weight.format is DENSE and choose(weight.role, tokens, weight.data) is None
+
+
 def norm_gate_up_silu(
     x: Tensor, norm_weight: Tensor, eps: float, gate_up: Weight, chosen: Chosen | None = None
 ) -> Tensor:

@@ -81,6 +81,11 @@ def linear_add(x: Tensor, weight: Weight, residual: Tensor | None, chosen: Chose
     return product if residual is None else residual + product
 
 
+def overwrites_residual(weight: Weight, tokens: int) -> bool:
+    """Whether linear_add of so many tokens overwrites its residual."""
+    return False
+
+
 def group_adapters(places: Tensor, room: int) -> Chosen:
     """places[T] int32: each token's adapter, of `room`; -1: none."""
     found = places[places >= 0].unique()

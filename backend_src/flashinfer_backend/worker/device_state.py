@@ -153,16 +153,16 @@ class DeviceState:
         parts = zip([group.layers for group in self.groups], attentions, self.block_tables, strict=True)
         return GroupedAttention([GroupAttention(*part) for part in parts])
 
-    def late_taps(self, places: torch.Tensor) -> Taps | None:
-        """For the outputs that a proposer takes in later, of tokens noted at these places."""
-        return Taps(self._tapped, self.noted, places) if self._tapped else None
+    def kept_taps(self) -> Taps | None:
+        """For the outputs that a proposer takes, as they are."""
+        return Taps(self._tapped, None, []) if self._tapped else None
 
     def taps(self, tokens: int) -> Taps | None:
         """For the outputs that a proposer takes of a step of `tokens`; None where it takes none."""
         if not self._tapped:
             return None
         shape = (tokens, len(self._tapped) * self.model.spec.hidden_size)
-        return Taps(self._tapped, torch.empty(shape, dtype=self.model.dtype, device=self.device))
+        return Taps(self._tapped, torch.empty(shape, dtype=self.model.dtype, device=self.device), [])
 
     def update_block_table(self, plan: StepPlan) -> None:
         """Enter the step's new blocks, before anything of the step reads the table."""

@@ -373,9 +373,8 @@ class DecodeGraphs:
             defers = True
             if state.tokens.shape[1] and (size <= SIZES[-1] or drafting.proposer.history):
                 places = state.ops.note_tokens(state.tokens, input_ids, owners, positions)
-                taps = state.late_taps(places)
-        if not defers:
-            taps = state.taps(tokens)
+        if not defers or places is not None:
+            taps = state.kept_taps()
         chosen = state.chosen(owners) if self._adapted else None
         inputs = input_ids, positions, cache_locations, state.kv_layers, attention
         recurrent = state.recurrent_decodes(slots, positions, feeds)
@@ -394,7 +393,9 @@ class DecodeGraphs:
         outputs = sampled, input_ids, owners, positions, locations
         if taps is None:
             return outputs
-        return (*outputs, taps.out if taps.rows is None else taps.rows)
+        if places is not None:
+            state.noted[places] = torch.cat(taps.kept, dim=1)
+        return (*outputs, *taps.kept)
 
     def _tail(
         self, step: DecodeStep, size: int, outputs: tuple[torch.Tensor, ...], count: int
@@ -412,9 +413,7 @@ class DecodeGraphs:
             counts, ends = state.ops.accept(
                 sampled, ends * step.feeds, fed, slots, state.drafts, state.lengths, state.last_token
             )
-        hidden = tapped[0] if tapped else None
-        if hidden is not None and step.defers:
-            hidden = state.noted[hidden]
+        hidden = torch.cat(tapped, dim=1) if tapped else None
         own = Fed(input_ids, owners, positions, cache_locations, step.attention, hidden)
         ahead = functools.partial(step.attention.ahead, lengths=state.lengths)
         self._drafting.propose(own, sampled, slots, ends, ahead, count)
@@ -546,7 +545,9 @@ class MixedGraphs:
 
     def taps(self, size: int) -> Taps | None:
         """The outputs that a proposer takes of the last step, of `size` tokens; None where it takes none."""
-        return None if self._taps is None else self._taps._replace(out=self._taps.out[:size])
+        if self._taps is None or self._taps.out is None:
+            return None
+        return self._taps._replace(out=self._taps.out[:size])
 
     def _copy(
         self,
