@@ -17,8 +17,9 @@ import zmq
 from engine.harness import serve, start_core
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.sampling_params import SamplingParams
-from flashinfer_backend.engine.kv_events import MOST_RECEIVED, Replay, _bound
+from flashinfer_backend.engine.kv_events import MOST_RECEIVED, MOST_TOPICS, Publisher, Replay, _bound
 from ports import free_ports
+from waiting import wait_for
 
 
 class Index:
@@ -157,7 +158,7 @@ def test_messages_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     assert [(number[-1], len(data)) for _, number, data in found] == [(8, 10), (9, 90), (255, 0)]
 
 
-@pytest.mark.parametrize("kinds", [(zmq.PUB, zmq.SUB), (zmq.ROUTER, zmq.DEALER)])
+@pytest.mark.parametrize("kinds", [(zmq.XPUB, zmq.SUB), (zmq.ROUTER, zmq.DEALER)])
 def test_who_sends_too_much_is_cut(kinds: tuple[int, int]) -> None:
     endpoint = f"tcp://127.0.0.1:{free_ports(1)[0]}"
     config = EngineConfig(model_dir="bundled", kv_events_endpoint=endpoint)
@@ -194,3 +195,50 @@ def test_the_end_does_not_wait_for_a_router_that_reads_slowly() -> None:
             numbers.append(late.recv_multipart()[1])
         ending.join()
     assert 0 < len(numbers) < 9000 and numbers[-1] != b"\xff" * 8
+
+
+def test_topics_and_warnings_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    """A client that subscribes to more and more is cut with all others, who connect again."""
+    port, again = free_ports(2)
+    config = EngineConfig(model_dir="bundled", kv_events_endpoint=f"tcp://127.0.0.1:{port}")
+    made: list[Any] = []
+
+    def bind() -> Any:
+        made.append(_bound(zmq.XPUB, "kv_events_endpoint", config, 0))
+        return made[-1]
+
+    publisher, context = Publisher(bind), zmq.Context.instance()
+    router = context.socket(zmq.ROUTER)
+    router.bind(f"tcp://127.0.0.1:{again}")
+    replay = Replay(router)
+    with context.socket(zmq.SUB) as reader, context.socket(zmq.SUB) as greedy:
+        for subscriber in (reader, greedy):
+            subscriber.linger = subscriber.sndhwm = 0  # or it would leave some out
+            subscriber.connect(config.kv_events_endpoint)
+        reader.subscribe(b"kv@")
+        for number in range(MOST_TOPICS - 1):
+            greedy.subscribe(b"%d" % number)
+        wait_for(lambda: publisher._topics == MOST_TOPICS, "the subscriptions")
+        greedy.unsubscribe(b"0")
+        greedy.subscribe(b"zero")
+        publisher.send([b"kv@1", b"first"])
+        assert reader.recv_multipart() == [b"kv@1", b"first"] and len(made) == 1
+        for number in range(50):
+            greedy.subscribe(b"further %d" % number)
+        wait_for(lambda: len(made) > 1 and not made[-1].closed, "another socket")
+        greedy.close()
+        # libzmq subscribes again when the reader looks for messages.
+        wait_for(lambda: reader.poll(10) or publisher._topics == 1, "the reader to connect again")
+        publisher.send([b"kv@1", b"later"])
+        assert reader.recv_multipart() == [b"kv@1", b"later"]
+    with context.socket(zmq.DEALER) as wrong:
+        wrong.connect(f"tcp://127.0.0.1:{again}")
+        for _ in range(20):
+            wrong.send(b"wrong")
+        wrong.send_multipart([b"", bytes(8)])
+        wrong.recv_multipart()
+    publisher.close()
+    replay.close()
+    texts = [record.getMessage() for record in caplog.records]
+    assert len([text for text in texts if "different subscriptions" in text]) == 1
+    assert len([text for text in texts if "is not an empty frame" in text]) == 1

@@ -13,6 +13,7 @@ https://docs.vllm.ai/en/stable/examples/online_serving/kv_events_subscriber
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -20,6 +21,7 @@ import socket as sockets
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -36,10 +38,30 @@ log = logging.getLogger(__name__)
 MEDIUM = "GPU"
 WAITING = 100_000  # messages for a subscriber that does not keep up; later ones are dropped for it
 KEPT, KEPT_BYTES = 10_000, 64 << 20  # messages that can be asked for again, and bytes of them
-MOST_RECEIVED = 1024  # bytes of a subscription or request; one of 200 MB held the engine up for 92 s
+MOST_RECEIVED = 512  # bytes of a subscription or request; one of 200 MB held the engine up for 92 s
+MOST_TOPICS = 256  # different subscriptions of all connections; libzmq has a node for each byte of one
+UNREAD = 16  # subscriptions of a connection that wait in libzmq
+LOG_EVERY_S = 60.0
 END = b"\xff" * 8  # the number of an answer's last message
 CLOSE_S, READS_S = 0.2, 1.0  # until the end is noticed; for a router that asks and does not read
+BIND_AGAIN_S = 0.05
 IP_VARIABLE = "POD_IP"
+
+
+class SparseLog:
+    """Warnings about what clients do, at most one in LOG_EVERY_S."""
+
+    def __init__(self) -> None:
+        self._last, self._left_out = -LOG_EVERY_S, 0
+
+    def warning(self, text: str) -> None:
+        now = time.monotonic()
+        if now - self._last < LOG_EVERY_S:
+            self._left_out += 1
+            return
+        more = f" ({self._left_out} warnings were left out)" if self._left_out else ""
+        log.warning("%s%s", text, more)
+        self._last, self._left_out = now, 0
 
 
 class Replay:
@@ -50,7 +72,7 @@ class Replay:
         self._socket, self._closed = socket, threading.Event()
         self._kept: deque[tuple[bytes, bytes]] = deque()
         self._held = 0
-        self._lock = threading.Lock()
+        self._lock, self._log = threading.Lock(), SparseLog()
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.SNDTIMEO, round(READS_S * 1000))
         self._thread = threading.Thread(target=self._serve, name="kv events again", daemon=True)
@@ -69,7 +91,7 @@ class Replay:
                 continue
             client, *rest = self._socket.recv_multipart()
             if len(rest) != 2 or len(rest[1]) != 8:
-                log.warning("a request for KV events is not an empty frame and a number of 8 bytes")
+                self._log.warning("a request for KV events is not an empty frame and a number of 8 bytes")
                 continue
             with self._lock:
                 wanted = [kept for kept in self._kept if kept[0] >= rest[1]]
@@ -79,12 +101,77 @@ class Replay:
                         break
                     self._socket.send_multipart([client, b"", number, batch])
             except zmq.ZMQError as error:
-                log.warning("KV events could not be sent again: %s", error.strerror)
+                self._log.warning(f"KV events could not be sent again: {error.strerror}")
         self._socket.close()
 
     def close(self) -> None:
         self._closed.set()
         self._thread.join()
+
+
+class Publisher:
+    """Sends messages to all subscribers, in a thread: subscriptions cost the engine's steps nothing."""
+
+    def __init__(self, bind: Callable[[], zmq.Socket[bytes]]) -> None:
+        """bind: makes the XPUB socket, bound. Raises its ValueError."""
+        self._bind, self._socket = bind, bind()
+        self._topics = 0
+        self._log, self._closed = SparseLog(), threading.Event()
+        address = f"inproc://kv-events-{id(self)}"
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._inside = context.socket(zmq.PULL)
+        self._inside.setsockopt(zmq.RCVHWM, WAITING)
+        self._inside.bind(address)
+        self._outside = context.socket(zmq.PUSH)
+        self._outside.setsockopt(zmq.SNDHWM, WAITING)
+        self._outside.setsockopt(zmq.LINGER, 0)
+        self._outside.connect(address)
+        self._thread = threading.Thread(target=self._serve, name="kv events", daemon=True)
+        self._thread.start()
+
+    def send(self, parts: list[bytes]) -> None:
+        """A message that finds no room is lost: its subscribers notice by the numbers."""
+        with contextlib.suppress(zmq.Again):
+            self._outside.send_multipart(parts, zmq.NOBLOCK)
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        for socket in (self._inside, self._socket):
+            poller.register(socket, zmq.POLLIN)
+        while not self._closed.is_set():
+            ready = dict(poller.poll())
+            if self._inside in ready and not self._closed.is_set():
+                self._socket.send_multipart(self._inside.recv_multipart())
+            if self._socket in ready:
+                asked = self._socket.recv()
+                self._topics += {b"\1": 1, b"\0": -1}.get(asked[:1], 0)
+                if self._topics > MOST_TOPICS:
+                    poller.unregister(self._socket)
+                    self._start_again()
+                    if not self._socket.closed:
+                        poller.register(self._socket, zmq.POLLIN)
+        self._inside.close()
+        self._socket.close()
+
+    def _start_again(self) -> None:
+        """Without any connection. Subscribers connect again by themselves."""
+        self._log.warning(
+            f"there are more than {MOST_TOPICS} different subscriptions to KV events: all connections are"
+            " closed. A subscriber needs one topic"
+        )
+        self._socket.close()
+        self._topics = 0
+        while self._socket.closed:
+            with contextlib.suppress(ValueError):  # the port is not free yet
+                self._socket = self._bind()
+            if self._closed.wait(BIND_AGAIN_S):
+                return
+
+    def close(self) -> None:
+        self._closed.set()
+        self.send([b""])  # which wakes the thread
+        self._thread.join()
+        self._outside.close()
 
 
 class KVEvents:
@@ -100,12 +187,12 @@ class KVEvents:
         self._topic = topic(config).encode()
         self._encode = msgspec.msgpack.Encoder().encode
         self._replay: Replay | None = None
-        self._socket = _bound(zmq.PUB, "kv_events_endpoint", config, engine)
+        self._publisher = Publisher(lambda: _bound(zmq.XPUB, "kv_events_endpoint", config, engine))
         if config.kv_events_replay_endpoint != "none":
             try:
                 self._replay = Replay(_bound(zmq.ROUTER, "kv_events_replay_endpoint", config, engine))
             except ValueError:
-                self._socket.close()
+                self._publisher.close()
                 raise
         manager.events = self
         manager.pools[0].on_removed = self.removed
@@ -139,13 +226,13 @@ class KVEvents:
             return
         batch, self._events = self._encode([time.time(), self._events, self._engine]), []
         number = self._sequence.to_bytes(8, "big")
-        self._socket.send_multipart([self._topic, number, batch])
+        self._publisher.send([self._topic, number, batch])
         if self._replay is not None:
             self._replay.keep(number, batch)
         self._sequence += 1
 
     def close(self) -> None:
-        self._socket.close()
+        self._publisher.close()
         if self._replay is not None:
             self._replay.close()
 
@@ -157,8 +244,9 @@ def _bound(kind: int, knob: str, config: EngineConfig, engine: int) -> zmq.Socke
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MOST_RECEIVED)  # it closes a connection that sends more
-    if kind == zmq.PUB:
+    if kind == zmq.XPUB:
         socket.setsockopt(zmq.SNDHWM, WAITING)
+        socket.setsockopt(zmq.RCVHWM, UNREAD)
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
