@@ -86,6 +86,8 @@ class AdapterNames:
         may have an adapter of this name. Raises AdapterError."""
         if not name or len(name) > 256:
             raise NameTakenError("the adapter's name should have 1 to 256 characters")
+        if "," in name:  # lora_modules and vllm:lora_requests_info have commas between names
+            raise NameTakenError(f"the adapter's name {shown(name)} should have no comma")
         self._check(folder)
         with ExitStack() as locks:
             # Loads for all models take the first one's lock, so that no two of them take the same name.
