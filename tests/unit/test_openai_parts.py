@@ -10,7 +10,7 @@ import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -59,8 +59,8 @@ def test_what_large_bodies_need_is_done_in_threads() -> None:
     metrics: Any = SimpleNamespace(error=lambda status: None)
     door = Door(Model(["m"], EngineConfig(model_dir="bundled")), metrics)
     status = SimpleNamespace(vocab_size=2048, max_seq_len=1 << 20, max_input_len=1 << 20)
-    link: Any = SimpleNamespace(engines=SimpleNamespace(status=status))
-    door.link = link
+    engines = SimpleNamespace(status=None, up=False)
+    door.link = cast(Any, SimpleNamespace(engines=engines))
     seen: list[bool] = []  # whether a body was read in the loop's thread
     render, decoder = door.render, door.decoder
 
@@ -88,6 +88,15 @@ def test_what_large_bodies_need_is_done_in_threads() -> None:
         await app(scope, receive, send)
         return json.loads(b"".join(message.get("body", b"") for message in sent))
 
+    async def post_before_the_engine_is_seen() -> dict[str, Any]:
+        def appear() -> None:
+            engines.status, engines.up = status, True
+
+        asyncio.get_running_loop().call_later(0.1, appear)
+        return await post("/tokenize", {"prompt": "a"})
+
+    assert asyncio.run(post_before_the_engine_is_seen())["count"]
+    seen.clear()
     for size, in_loop in ((8, True), (LARGE_BODY, False)):
         chat = {"messages": [{"role": "user", "content": "ab " * (size // 3)}]}
         found = asyncio.run(post("/tokenize", chat))

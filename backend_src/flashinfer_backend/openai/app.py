@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -84,6 +84,7 @@ READING = ["GET", "HEAD"]  # load generators and monitors ask for the head first
 MANY_BODIES = 8  # of the largest size, at the same time
 LARGE_BODY = 1 << 14  # bytes from which a body is read in a thread, so that streams go on
 READERS = 2  # threads for them; further large bodies wait
+Read = TypeVar("Read")
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -115,20 +116,13 @@ def make_app(doors: Sequence[Door], access: Access) -> ASGIApp:
         """kind: of the body. read: does all the work that grows with it, but for tokenizing. tasks: of the
         models that serve the path; none: all do. choose: the door by the body."""
 
-        def read_asked(path: str, body: bytes) -> tuple[Door, Any]:
-            door = choose(doors, body)
-            if tasks:
-                door.check_task(path, tasks)
-            return door, read(door, body)
-
         async def endpoint(request: Request) -> Response:
-            path = request.url.path
             async with bodies.arriving(request) as body:
-                if len(body) < LARGE_BODY:
-                    door, asked = read_asked(path, body)
-                else:
-                    loop = asyncio.get_running_loop()
-                    door, asked = await loop.run_in_executor(bodies.readers, read_asked, path, body)
+                door = await bodies.read(choose, doors, body)
+                if tasks:
+                    door.check_task(request.url.path, tasks)
+                await door.attached()
+                asked = await bodies.read(read, door, body)
             answer = await handle(door, asked)
             return answer if isinstance(answer, Response) else _json(answer)
 
@@ -354,6 +348,12 @@ class Bodies:
             yield body
         finally:
             self._held -= size
+
+    async def read(self, function: Callable[[Any, bytes], Read], of: Any, body: bytes) -> Read:
+        """Calls a function that reads a body, in a thread if that is large."""
+        if len(body) < LARGE_BODY:
+            return function(of, body)
+        return await asyncio.get_running_loop().run_in_executor(self.readers, function, of, body)
 
     def _hold(self, size: int) -> None:
         self._held += size

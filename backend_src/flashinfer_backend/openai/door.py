@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +30,7 @@ from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.transport.endpoint import ENGINE_DOWN
 
+SEEN_S, LOOK_S = 1.0, 0.02  # until each process has seen an engine that one has seen
 LONG_TEXT = 4096  # characters from which a text is tokenized in a thread, so that streams go on
 
 
@@ -80,6 +82,12 @@ class Door:
     def ready(self) -> bool:
         """Whether there is an engine that is ready."""
         return self.link.engines.up
+
+    async def attached(self) -> None:
+        """Waits a moment for an engine: another process, asked for /health, may have seen it already."""
+        until = time.monotonic() + SEEN_S
+        while not self.ready and time.monotonic() < until:
+            await asyncio.sleep(LOOK_S)
 
     @property
     def limits(self) -> Limits:
