@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 
 import msgspec
+import pytest
 
 from engine.test_waiting import STUB, Engine, protocol
 from flashinfer_backend.core.request import Request
@@ -90,7 +91,9 @@ def test_a_request_goes_through_all_that_it_needs_and_keeps_its_place() -> None:
     assert list(made.socket.tokens) == [1, 2, 4, 3] and not made.socket.failures
 
 
-def test_what_waits_there_is_counted_cancelled_refused_late_and_dropped_with_its_stub() -> None:
+def test_what_waits_there_is_counted_cancelled_refused_late_and_dropped_with_its_stub(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     made, door = engine(max_queue_size=3, stats_check_period_ms=60_000)
     for local_id, timeout_us in ((1, 0), (2, 1), (3, 0), (4, 0)):
         made.submit(local_id, 3, seed=1, timeout_us=timeout_us)
@@ -104,6 +107,10 @@ def test_what_waits_there_is_counted_cancelled_refused_late_and_dropped_with_its
     made.socket.inbox.append(protocol.Goodbye(STUB))
     made.step()
     assert len(door) == 0 and made.loop.status().requests_active == 0
+    made.socket.inbox.append(protocol.Goodbye(STUB))  # as at the end of an idle server
+    made.step()
+    texts = [record.getMessage() for record in caplog.records]
+    assert texts == [f"process {STUB} has left; its open requests, 1, are dropped"]
     assert made.loop.preparations.poll_ms is None
 
 

@@ -325,9 +325,12 @@ class EngineLoop:
         self.socket.send_tokens(pid, frame, [report] if told else None)
 
     def _drop_stub(self, pid: int) -> None:
+        count = len(self.scheduler.requests) + len(self.preparations)
         for request in [r for r in self.scheduler.requests.values() if r.handle >> 32 == pid]:
             self.scheduler.release(request)
         self.preparations.drop_stub(pid)
+        if dropped := count - len(self.scheduler.requests) - len(self.preparations):
+            log.warning("process %d has left; its open requests, %d, are dropped", pid, dropped)
         self.socket.forget(pid)
 
     def _send_status(self) -> None:

@@ -78,7 +78,6 @@ class EngineSocket:
                     yield message
         for pid in ended:
             if pid in self._pidfd:  # else it has said goodbye
-                log.warning("stub %d ended without a goodbye; its requests are dropped", pid)
                 if (stub := self._stubs.get(pid)) is not None:
                     stub.remove_memory()  # tritonserver would leave it behind
                 yield protocol.Goodbye(pid)
