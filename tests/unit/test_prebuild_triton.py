@@ -593,6 +593,44 @@ def test_products_with_adapters_fit_the_shared_memory():
             assert kernel.preload(data).metadata.shared <= 227 << 10
 
 
+def test_products_with_adapters_are_compiled_ahead():
+    """Of any number of tokens; of one alone with one adapter's ranks only."""
+    from flashinfer_backend.models.adapter_places import room
+    from flashinfer_backend.ops.tilings import choose_adapted
+    from flashinfer_backend.ops.triton_adapters import group_adapters
+    from flashinfer_backend.ops.triton_linear import linear, takes_adapters
+
+    config, numbers = replace(CONFIG, max_loras=8), tuned.load("NVIDIA H100 80GB HBM3")
+    assert numbers is not None
+    tokens_of_steps = (1, 2, 5, 16, 17, 32, 33, 64)
+
+    def empty(*shape: int, of: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=of, device="meta")
+
+    def steps() -> None:
+        for product in LLAMA.layers[0].adaptable:
+            low = room(product, 8, 16, torch.bfloat16, META)
+            for tokens in tokens_of_steps:
+                tiling = choose_adapted(product.role, tokens, empty(*product.shape))
+                assert tiling is not None and takes_adapters(tiling, low), (product.role, tokens)
+                norm = None if product.adds or not tiling.fuse_norm else empty(product.shape[1])
+                beside = {"residual": empty(tokens, product.shape[0]) if product.adds else None}
+                adapters = low, group_adapters(empty(tokens, of=torch.int32), 8)
+                linear(
+                    empty(tokens, product.shape[1]), empty(*product.shape), tiling, norm,
+                    0.0 if norm is None else 1e-5, gated=product.gated, adapters=adapters, **beside,
+                )  # fmt: skip
+
+    with device.use(numbers):
+        ahead = prebuild_triton.collect(
+            lambda: prebuild_triton.call_operations(config, LLAMA, torch.bfloat16)
+        )
+        run = prebuild_triton.collect(steps)
+    assert set(run) <= set(ahead)
+    chunks = {sizes(data)["CHUNK"] for kernel, data in run if kernel.__name__ == "_linear"}
+    assert chunks == {16, 128}
+
+
 def sizes(data: str) -> dict[str, Any]:
     """A variant's constants by their names."""
     from flashinfer_backend.ops.triton_linear import _linear

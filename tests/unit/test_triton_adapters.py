@@ -25,6 +25,8 @@ FUSED = [
     (21, 512, (64, 64), 12, 16, True, True, False, Tiling(16, 64, 128, stages=2)),
     (30, 512, (128,), 3, 32, False, False, True, Tiling(32, 64, 128, 2, stages=2)),
     (40, 512, (128,), 2, 256, False, False, True, Tiling(64, 32, 128, stages=2, swap=False)),
+    # Programs for each SM of a Hopper GPU, and many adapters: they are not shrunk in the product's launch.
+    (6, 128, (8448,), 6, 16, False, False, True, Tiling(16, 64, 128, stages=2)),
     # Gate and up are rows of one module.
     (18, 512, (128,), 4, 16, True, True, False, Tiling(16, 64, 128, stages=2)),
 ]
@@ -94,17 +96,16 @@ def check_fused(
     dtype: torch.dtype,
 ) -> None:
     """As part of the product."""
-    from flashinfer_backend.ops import triton_adapters, triton_linear
+    from flashinfer_backend.ops import triton_linear
 
     own, native = Sample(count, columns, rows, places, rank, where, dtype), where != "cpu"
     assert triton_linear.takes_adapters(tiling, own.low)
     norm_weight = own.norm if norm else None
-    added = triton_adapters.shrink(own.x, own.low, own.chosen, norm_weight, native=native)
     beside = own.residual if residual else None
     kept = {"residual": beside, "gated": gated, "native": native}
     found, plain = (
-        triton_linear.linear(own.x, own.weight.data, tiling, norm_weight, 1e-5, added=each, **kept)
-        for each in (added, None)
+        triton_linear.linear(own.x, own.weight.data, tiling, norm_weight, 1e-5, adapters=each, **kept)
+        for each in ((own.low, own.chosen), None)
     )
 
     def computed(chosen: Chosen | None) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashinfer_backend.ops import cublas, cuda_experts, cuda_fp8, cuda_int4, gated_linear, triton_linear
-from flashinfer_backend.ops.tilings import choose
+from flashinfer_backend.ops.tilings import choose, choose_adapted
 from flashinfer_backend.ops.torch_delta import count_held
 from flashinfer_backend.ops.torch_ops import embedded_down, xielu
 from flashinfer_backend.ops.triton_adapters import expand, group_adapters, shrink
@@ -82,7 +82,8 @@ def norm_linear(
         else:
             product = cuda_fp8.product(x, weight, bias, norm=Norm(norm_weight, eps))
         return product if out is None else out.copy_(product)
-    tiling = choose(weight.role, x.shape[0], data)
+    adapters = None if low is None or chosen is None else (low, chosen)
+    tiling = (choose if adapters is None else choose_adapted)(weight.role, x.shape[0], data)
     if tiling is None:
         normed = rms_norm(x, norm_weight, eps)
         with cublas.library(data, x.shape[0]):
@@ -95,8 +96,7 @@ def norm_linear(
             )
     norm = norm_weight if tiling.fuse_norm else None
     x = x if tiling.fuse_norm else rms_norm(x, norm_weight, eps)
-    added = shrink(x, low, chosen, norm) if low is not None and chosen is not None else None
-    return triton_linear.linear(x, data, tiling, norm, eps, bias, out=out, added=added)
+    return triton_linear.linear(x, data, tiling, norm, eps, bias, out=out, adapters=adapters)
 
 
 def _adapters(weight: Weight, chosen: Chosen | None) -> LowRank | None:
@@ -107,7 +107,7 @@ def _part_of_product(weight: Weight, tokens: int, low: LowRank) -> bool:
     """Whether the kernel of the product adds what adapters do."""
     if weight.format is not DENSE:
         return False
-    tiling = choose(weight.role, tokens, weight.data)
+    tiling = choose_adapted(weight.role, tokens, weight.data)
     return tiling is not None and triton_linear.takes_adapters(tiling, low)
 
 
@@ -138,11 +138,13 @@ def _adapted(
     residual: Tensor | None = None,
 ) -> Tensor:
     """x @ weight.T with a bias or a residual, and what adapters add."""
-    added = shrink(x, low, chosen)
     if _part_of_product(weight, len(x), low):
-        tiling = choose(weight.role, len(x), weight.data)
+        tiling = choose_adapted(weight.role, len(x), weight.data)
         assert tiling is not None
-        return triton_linear.linear(x, weight.data, tiling, bias=bias, residual=residual, added=added)
+        return triton_linear.linear(
+            x, weight.data, tiling, bias=bias, residual=residual, adapters=(low, chosen)
+        )
+    added = shrink(x, low, chosen)
     product = linear_add(x, weight, residual) if bias is None else linear(x, weight, bias)
     return expand(product, added)
 
@@ -205,13 +207,13 @@ def norm_gate_up_silu(
         return cuda_int4.product(x, gate_up, norm_weight, eps, gated=True)
     if gate_up.format is not DENSE:
         return cuda_fp8.product(x, gate_up, gated=True, norm=Norm(norm_weight, eps))
-    tiling = choose(gate_up.role, x.shape[0], data)
     if low is not None and chosen is not None:
+        tiling = choose_adapted(gate_up.role, x.shape[0], data)
         assert tiling is not None
         norm = norm_weight if tiling.fuse_norm else None
         x = x if tiling.fuse_norm else rms_norm(x, norm_weight, eps)
-        added = shrink(x, low, chosen, norm)
-        return triton_linear.linear(x, data, tiling, norm, eps, gated=True, added=added)
+        return triton_linear.linear(x, data, tiling, norm, eps, gated=True, adapters=(low, chosen))
+    tiling = choose(gate_up.role, x.shape[0], data)
     if tiling is not None and tiling.fuse_norm:
         return triton_linear.linear(x, data, tiling, norm_weight, eps, gated=True)
     normed = rms_norm(x, norm_weight, eps)

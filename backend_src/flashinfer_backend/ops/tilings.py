@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 from torch import Tensor
 
 from flashinfer_backend.core.tuned import GATED, BlockTile, Int4Tile, Role, Tiling, find, steps
@@ -14,6 +15,8 @@ from flashinfer_backend.ops.int4 import BLOCK
 # Tokens beyond which weights of 4 bits are written out in 16, of shapes that were not measured: of an 8B
 # model's, 128 tokens take the CUDA kernel 232 us and written out 331, 256 tokens 410 and 371.
 MOST_UNTUNED = 128
+FEW = 4  # tokens, up to which a split product with adapters stays split
+UNSPLIT = True
 
 
 def choose(role: Role, tokens: int, weight: Tensor) -> Tiling | None:
@@ -24,6 +27,26 @@ def choose(role: Role, tokens: int, weight: Tensor) -> Tiling | None:
         return None
     rows, inner = weight.shape
     return _choose(role, tokens, rows, inner, by_rows)
+
+
+def choose_adapted(role: Role, tokens: int, weight: Tensor) -> Tiling | None:
+    """The tiling for a weight in 16 bits with adapters, which then add to the product in its launch. Where
+    cuBLAS is faster without them: the one for all shapes. For more than a few tokens, which can have many
+    adapters, no split, where that leaves SMs to shrink and the others suffice to read the weight."""
+    rows, inner = weight.shape
+    return _choose_adapted(role, tokens, rows, inner)
+
+
+@device.cached
+def _choose_adapted(role: Role, tokens: int, rows: int, inner: int) -> Tiling | None:
+    table = device.active().linear
+    tiling = find(table, role, tokens, (rows, inner)) or find(table, role, tokens)
+    if tiling is None:
+        return None
+    whole = msgspec.structs.replace(tiling, split=1)
+    enough = device.sms() // 3 <= rows // tiling.rows <= device.sms() * 3 // 4
+    tiling = whole if UNSPLIT and tokens > FEW and enough else tiling
+    return tiling if tiling.fits((rows, inner), role == GATED, tokens) else None
 
 
 @device.cached

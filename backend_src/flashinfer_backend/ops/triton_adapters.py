@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels: what each token's adapter adds to a product.
 
-Two kernels a product: `shrink`, down @ x, runs in front of it; `expand`, up @ that, runs behind it, or is
-part of the product where ops.triton_linear computes that. A step has one list of its adapters, so tokens need
-not be sorted. `expand` takes the adapters of the list side by side, as one longer rank in which each token
-has zeros but for its own: that is one product for several adapters, whose loads do not wait for each other.
+`shrink` is down @ x, `expand` is up @ that. Where ops.triton_linear computes the product, both are part of
+its launch: further programs, in front of the others, shrink while those read the weights, and a count of
+them that are done lets the others expand (`shrink_beside`, `await_shrink`). Elsewhere they are two kernels,
+in front of the product and behind it. A step has one list of its adapters, so tokens need not be sorted.
+`expand` takes the adapters of the list side by side, as one longer rank in which each token has zeros but
+for its own: that is one product for several adapters, whose loads do not wait for each other.
 
 No call waits for the device or depends on values there, so all of it can be captured. Launches overlap the
 previous kernel as in triton_linear: what is read before the wait, weights and the list, was there before the
@@ -44,24 +46,14 @@ def _distinct(places, distinct, tokens, most, ROOM: tl.constexpr, TOKENS: tl.con
     tl.store(distinct + 1 + listed, -1, mask=(listed >= count) & (listed < most))
 
 
-@triton.jit(do_not_specialize=["tokens", "most"], do_not_specialize_on_alignment=["places", "distinct"])
-def _shrink(
-    x, norm_weight, down, places, distinct, inner, tokens, most,
+@triton.jit
+def _shrink_share(
+    x, norm_weight, down, places, inner, tokens, tile, place, part, split,
     K: tl.constexpr, SHARE: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr, THREADS: tl.constexpr, PREFETCH: tl.constexpr, NATIVE: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    # Programs of a tile of tokens are neighbours, one for each adapter of the list.
-    tile, part, split = tl.program_id(0) // most, tl.program_id(1), tl.program_id(2)
-    place = tl.load(distinct + 1 + tl.program_id(0) % most).to(tl.int64)
-    first = (tl.maximum(place, 0) * PARTS + part) * RANK  # row of all places' matrices
-    column = split * SHARE
-    if NATIVE:
-        gdc_launch_dependents()
-        if PREFETCH:
-            BYTES: tl.constexpr = SHARE * (down.dtype.element_ty.primitive_bitwidth // 8)
-            prefetch_rows(down, first, column, K, RANK, BYTES, THREADS)
-        # Also where nothing is left to do: the next kernel takes it that what came before this one is done.
-        gdc_wait()
+    # Of one adapter, for the tokens of a tile that have it: a module's part of down @ x.
+    first, column = (place * PARTS + part) * RANK, split * SHARE  # row of all places' matrices
     token = tile * TOKENS + tl.arange(0, TOKENS)
     mine = (tl.load(places + token, mask=token < tokens, other=-1) == place) & (place >= 0)
     if tl.max(mine.to(tl.int32), axis=0) > 0:
@@ -82,42 +74,163 @@ def _shrink(
         tl.store(inner + cells[:, None] + rank[None, :], total, mask=mine[:, None])
 
 
+@triton.jit(do_not_specialize=["tokens", "most"], do_not_specialize_on_alignment=["places", "distinct"])
+def _shrink(
+    x, norm_weight, down, places, distinct, inner, tokens, most,
+    K: tl.constexpr, SHARE: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr, THREADS: tl.constexpr, PREFETCH: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    # Programs of a tile of tokens are neighbours, one for each adapter of the list.
+    tile, part, split = tl.program_id(0) // most, tl.program_id(1), tl.program_id(2)
+    place = tl.load(distinct + 1 + tl.program_id(0) % most).to(tl.int64)
+    if NATIVE:
+        gdc_launch_dependents()
+        if PREFETCH:
+            BYTES: tl.constexpr = SHARE * (down.dtype.element_ty.primitive_bitwidth // 8)
+            first = (tl.maximum(place, 0) * PARTS + part) * RANK
+            prefetch_rows(down, first, split * SHARE, K, RANK, BYTES, THREADS)
+        # Also where nothing is left to do: the next kernel takes it that what came before this one is done.
+        gdc_wait()
+    _shrink_share(
+        x, norm_weight, down, places, inner, tokens, tile, place, part, split, K, SHARE, PARTS, RANK, TOKENS,
+        COLUMNS,
+    )  # fmt: skip
+
+
+@triton.jit
+def shrink_beside(
+    x, norm_weight, down, places, distinct, inner, arrived, tokens, number, shrinkers, last,
+    K: tl.constexpr, SHARE: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, THREADS: tl.constexpr, PREFETCH: tl.constexpr,
+    NATIVE: tl.constexpr,
+):  # fmt: skip
+    """What program `number` of `shrinkers` does in the launch of a product."""
+    count = tl.load(distinct)
+    tasks = tl.cdiv(tokens, TOKENS) * count * (PARTS * SPLITS)
+    if NATIVE:
+        gdc_launch_dependents()
+        if PREFETCH:
+            BYTES: tl.constexpr = SHARE * (down.dtype.element_ty.primitive_bitwidth // 8)
+            for task in tl.range(number, tasks, shrinkers, num_stages=1):
+                place = tl.load(distinct + 1 + task // (PARTS * SPLITS) % count).to(tl.int64)
+                first = (place * PARTS + task // SPLITS % PARTS) * RANK
+                prefetch_rows(down, first, task % SPLITS * SHARE, K, RANK, BYTES, THREADS)
+        gdc_wait()
+    for task in tl.range(number, tasks, shrinkers, num_stages=1):
+        both = task // (PARTS * SPLITS)
+        place = tl.load(distinct + 1 + both % count).to(tl.int64)
+        _shrink_share(
+            x, norm_weight, down, places, inner, tokens, both // count, place, task // SPLITS % PARTS,
+            task % SPLITS, K, SHARE, PARTS, RANK, TOKENS, COLUMNS,
+        )  # fmt: skip
+    if NATIVE:
+        count_arrival(arrived, last, THREADS)
+
+
+@triton.jit
+def count_arrival(arrived, last, THREADS: tl.constexpr):
+    """Add 1, once all threads are here, or after `last` begin again at 0: so the next launch finds 0."""
+    tl.debug_barrier()
+    tl.inline_asm_elementwise(
+        "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0;"
+        " @first red.release.gpu.global.inc.u32 [$1], $2; mov.u32 $0, 0; }", "=r,l,r",
+        [tl.full([THREADS], 0, tl.int64) + arrived.to(tl.int64), tl.full([THREADS], 0, tl.int32) + last],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def await_shrink(arrived, shrinkers, THREADS: tl.constexpr):
+    """Until so many programs have arrived, which were started before this one."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred early; .reg .b32 found; again: ld.acquire.gpu.global.u32 found, [$1];"
+        " setp.lt.u32 early, found, $2; @early bra again; mov.u32 $0, found; }", "=r,l,r",
+        [tl.full([THREADS], 0, tl.int64) + arrived.to(tl.int64), tl.full([THREADS], 0, tl.int32) + shrinkers],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def prefetch_up(
+    up, distinct, row, height, ROWS: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr,
+    THREADS: tl.constexpr,
+):  # fmt: skip
+    """Bring the listed adapters' rows from `row` on to L2: of each adapter they are one run of bytes."""
+    BYTES: tl.constexpr = ROWS * RANK * (up.dtype.element_ty.primitive_bitwidth // 8)
+    MOST: tl.constexpr = THREADS // WIDTH
+    PIECES: tl.constexpr = MOST if BYTES // MOST >= 16 else BYTES // 16
+    count, index = tl.load(distinct), tl.arange(0, WIDTH * PIECES)
+    for begin in tl.range(0, count, WIDTH, num_stages=1):
+        listed = begin + index // PIECES
+        place = tl.load(distinct + 1 + listed, mask=listed < count, other=0).to(tl.int64)
+        cells = up + place * (height * RANK) + row * RANK + index % PIECES * (ROWS * RANK // PIECES)
+        tl.inline_asm_elementwise(
+            "{ .reg .pred there; setp.ne.u32 there, $2, 0;"
+            " @there cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }", "=r,l,r",
+            [cells.to(tl.int64), tl.where(listed < count, BYTES // PIECES, 0)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def listed_places(distinct, begin, count, STEP: tl.constexpr, CHUNK: tl.constexpr):
+    """The list's places from `begin` on, each for STEP columns; -1 behind the end."""
+    listed = begin + tl.arange(0, CHUNK) // STEP
+    return tl.load(distinct + 1 + listed, mask=listed < count, other=-1)
+
+
+@triton.jit
+def side_by_side(up, place, row, height, end, first, RANK: tl.constexpr, STEP: tl.constexpr):
+    """[ROWS, CHUNK]: of the adapters at `place`, columns `first` and following of rows below `end`."""
+    k = tl.arange(0, place.shape[0]) % STEP
+    at = tl.max_constancy(tl.maximum(place, 0).to(tl.int64), STEP)
+    cells = at[None, :] * (height * RANK) + row[:, None] * RANK + first + k[None, :]
+    return tl.load(up + cells, mask=(row < end)[:, None] & (place >= 0)[None, :], other=0.0)
+
+
+@triton.jit
+def inner_sums(
+    inner, t, known, first, part, tokens,
+    PARTS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """[TOKENS, STEP]: down @ x of tokens t, of ranks from `first` on; 0 where not known."""
+    cells = inner + (t.to(tl.int64)[:, None] * PARTS + part) * RANK + first + tl.arange(0, STEP)[None, :]
+    # Past L1, which does not see what other programs of this launch have written.
+    sums = tl.load(cells, mask=known[:, None], other=0.0, cache_modifier=".cg")
+    for split in tl.static_range(1, SPLITS):
+        plane = split * tokens.to(tl.int64) * (PARTS * RANK)
+        sums += tl.load(cells + plane, mask=known[:, None], other=0.0, cache_modifier=".cg")
+    return sums
+
+
 @triton.jit
 def add_expanded(
-    acc, inner, up, places, distinct, t, row, part, tokens, height, end,
-    PARTS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, SWAP: tl.constexpr,
+    acc, matrix, sums, place, mine, count, inner, up, distinct, t, row, part, tokens, height, end,
+    PARTS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr, SWAP: tl.constexpr,
 ):  # fmt: skip
     """acc [TOKENS, ROWS] (SWAP: transposed) plus what the adapters of tokens t add to rows `row` of a product
-    of `height` rows. Those from `end` on get zeros. All rows are of one part."""
-    mine = tl.load(places + t, mask=t < tokens, other=-1)
-    STEP: tl.constexpr = RANK if RANK < 32 else 32
+    of `height` rows. Those from `end` on get zeros. All rows are of one part. mine: the tokens' places;
+    count: of the list; matrix, sums, place: side_by_side, inner_sums and listed_places of its beginning,
+    which the caller has loaded ahead."""
+    CHUNK: tl.constexpr = place.shape[0]
     WIDTH: tl.constexpr = CHUNK // STEP  # adapters at a time
-    rank, index, k = tl.arange(0, STEP), tl.arange(0, WIDTH), tl.arange(0, CHUNK)
-    count = tl.load(distinct)
-    # No loop is pipelined: the product before them needs the shared memory.
-    for first in tl.range(0, RANK, STEP, num_stages=1):
-        cells = inner + (t.to(tl.int64)[:, None] * PARTS + part) * RANK + first + rank[None, :]
-        sums = tl.load(cells, mask=(mine >= 0)[:, None], other=0.0)
-        for split in tl.static_range(1, SPLITS):
-            plane = split * tokens.to(tl.int64) * (PARTS * RANK)
-            sums += tl.load(cells + plane, mask=(mine >= 0)[:, None], other=0.0)
-        sums = sums.to(up.dtype.element_ty)
-        for begin in tl.range(0, count, WIDTH, num_stages=1):
-            listed = tl.load(distinct + 1 + begin + index, mask=begin + index < count, other=-2)
-            own = (mine[:, None] == listed[None, :])[:, :, None]
-            spread = tl.where(own, sums[:, None, :], tl.zeros_like(sums)[:, None, :])
-            spread = tl.reshape(spread, [t.shape[0], CHUNK])
-            there = begin + k // STEP < count
-            place = tl.load(distinct + 1 + begin + k // STEP, mask=there, other=0).to(tl.int64)
-            place = tl.max_constancy(place, STEP)
-            matrix_cells = (
-                place[None, :] * (height * RANK) + row[:, None] * RANK + first + (k % STEP)[None, :]
-            )
-            matrix = tl.load(up + matrix_cells, mask=(row < end)[:, None] & there[None, :], other=0.0)
-            if SWAP:
-                acc = tl.dot(matrix, spread.T, acc)
-            else:
-                acc = tl.dot(spread, matrix.T, acc)
+    chunks = tl.cdiv(count, WIDTH)
+    turns = chunks * (RANK // STEP)
+    # Not pipelined: the product before it needs the shared memory.
+    for turn in tl.range(0, turns, num_stages=1):
+        spread = tl.broadcast_to(sums.to(up.dtype.element_ty)[:, None, :], [t.shape[0], WIDTH, STEP])
+        spread = tl.reshape(spread, [t.shape[0], CHUNK])
+        spread = tl.where(mine[:, None] == place[None, :], spread, tl.zeros_like(spread))
+        if SWAP:
+            acc = tl.dot(matrix, spread.T, acc)
+        else:
+            acc = tl.dot(spread, matrix.T, acc)
+        follows = turn + 1
+        more = follows < turns
+        first = follows // chunks * STEP
+        place = listed_places(distinct, follows % chunks * WIDTH, tl.where(more, count, 0), STEP, CHUNK)
+        matrix = side_by_side(up, place, row, height, end, first, RANK, STEP)
+        sums = inner_sums(inner, t, (mine >= 0) & more, first, part, tokens, PARTS, RANK, SPLITS, STEP)
     return acc
 
 
@@ -125,26 +238,30 @@ def add_expanded(
 def _expand(
     product, inner, up, places, distinct, tokens, height, first_end, second_end,
     PARTS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
-    CHUNK: tl.constexpr, NATIVE: tl.constexpr,
+    STEP: tl.constexpr, CHUNK: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
+    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    # Each part has blocks of rows of its own.
+    block, first = tl.program_id(1), tl.cdiv(first_end, ROWS)
+    second = first + tl.cdiv(second_end - first_end, ROWS)
+    part = (block >= first).to(tl.int32) + (block >= second).to(tl.int32)
+    begin = tl.where(part == 0, 0, tl.where(part == 1, first_end, second_end))
+    end = tl.where(part == 0, first_end, tl.where(part == 1, second_end, height))
+    block -= tl.where(part == 0, 0, tl.where(part == 1, first, second))
+    row = begin + block * ROWS + tl.arange(0, ROWS)
+    count = tl.load(distinct)
+    place = listed_places(distinct, 0, count, STEP, CHUNK)
+    matrix = side_by_side(up, place, row, height, end, 0, RANK, STEP)
     if NATIVE:
         gdc_launch_dependents()
         gdc_wait()
-    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     mine = tl.load(places + t, mask=t < tokens, other=-1)
     if tl.max(mine, axis=0) >= 0:
-        # Each part has blocks of rows of its own.
-        block, first = tl.program_id(1), tl.cdiv(first_end, ROWS)
-        second = first + tl.cdiv(second_end - first_end, ROWS)
-        part = (block >= first).to(tl.int32) + (block >= second).to(tl.int32)
-        begin = tl.where(part == 0, 0, tl.where(part == 1, first_end, second_end))
-        end = tl.where(part == 0, first_end, tl.where(part == 1, second_end, height))
-        block -= tl.where(part == 0, 0, tl.where(part == 1, first, second))
-        row = begin + block * ROWS + tl.arange(0, ROWS)
         acc = tl.zeros([TOKENS, ROWS], tl.float32)
+        sums = inner_sums(inner, t, mine >= 0, 0, part, tokens, PARTS, RANK, SPLITS, STEP)
         acc = add_expanded(
-            acc, inner, up, places, distinct, t, row, part, tokens, height, end, PARTS, RANK, SPLITS, CHUNK,
-            False,
+            acc, matrix, sums, place, mine, count, inner, up, distinct, t, row, part, tokens, height, end,
+            PARTS, RANK, SPLITS, STEP, False,
         )  # fmt: skip
         cells = product + t.to(tl.int64)[:, None] * height + row[None, :]
         written = (mine >= 0)[:, None] & (row < end)[None, :]
@@ -163,23 +280,40 @@ def group_adapters(places: Tensor, room: int) -> Chosen:
     return Chosen(places, distinct)
 
 
+def chunk(low: LowRank, chosen: Chosen) -> dict[str, int]:
+    """STEP: ranks of an adapter that `expand` takes at a time; CHUNK: those of the adapters side by side."""
+    step = min(low.up.shape[2], 32)
+    return {"STEP": step, "CHUNK": step if len(chosen.distinct) == 2 else CHUNK}
+
+
+def share(columns: int, rank: int, splits: int) -> dict[str, int | bool]:
+    """Of x's columns, what one of `splits` programs takes, COLUMNS at a time; whether all take as many."""
+    block = max(32, min(256, 8192 // rank))
+    own = triton.cdiv(triton.cdiv(columns, splits), block) * block
+    return {"SHARE": own, "COLUMNS": block, "PREFETCH": splits > 1 and own * splits == columns}
+
+
 def shrink(
-    x: Tensor, low: LowRank, chosen: Chosen, norm_weight: Tensor | None = None, native: bool = True
+    x: Tensor,
+    low: LowRank,
+    chosen: Chosen,
+    norm_weight: Tensor | None = None,
+    splits: int | None = None,
+    native: bool = True,
 ) -> Added:
     """down @ x of each token's adapter, x[T, K] contiguous. norm_weight[K]: of a norm of x of which this is
-    one factor; the tokens' factors are left to the product. native: as in triton_linear."""
+    one factor; the tokens' factors are left to the product. splits: of x's columns; None: by the number of
+    tokens. native: as in triton_linear."""
     (_, parts, rank, columns), tokens = low.down.shape, len(x)
-    splits = _SPLITS if tokens <= _FEW else 1
+    if splits is None:
+        splits = _SPLITS if tokens <= _FEW else 1
     tile = min(MOST_TOKENS, max(16, triton.next_power_of_2(tokens)))
-    block = max(32, min(256, 8192 // rank))
-    share = triton.cdiv(triton.cdiv(columns, splits), block) * block
     inner = torch.empty(splits, tokens, parts, rank, dtype=torch.float32, device=x.device)
     most = len(chosen.distinct) - 1
-    even = columns % (splits * block) == 0 and splits > 1
     _shrink[(triton.cdiv(tokens, tile) * most, parts, splits)](
         x, norm_weight, low.down, *chosen, inner, tokens, most,
-        K=columns, SHARE=share, PARTS=parts, RANK=rank, TOKENS=tile, COLUMNS=block, THREADS=128,
-        PREFETCH=even, NATIVE=native, launch_pdl=native,
+        K=columns, **share(columns, rank, splits), PARTS=parts, RANK=rank, TOKENS=tile, THREADS=128,
+        NATIVE=native, launch_pdl=native,
     )  # fmt: skip
     return Added(inner, low, chosen)
 
@@ -194,7 +328,7 @@ def expand(product: Tensor, added: Added, native: bool = True) -> Tensor:
     blocks = sum(triton.cdiv(end - start, ROWS) for start, end in zip(starts, low.ends, strict=True))
     _expand[(triton.cdiv(tokens, tile), blocks)](
         product, inner, low.up, *chosen, tokens, height, first, second,
-        PARTS=parts, RANK=rank, SPLITS=splits, TOKENS=tile, ROWS=ROWS, CHUNK=CHUNK, NATIVE=native,
+        PARTS=parts, RANK=rank, SPLITS=splits, TOKENS=tile, ROWS=ROWS, **chunk(low, chosen), NATIVE=native,
         launch_pdl=native,
     )  # fmt: skip
     return product

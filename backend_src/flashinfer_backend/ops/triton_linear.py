@@ -10,6 +10,8 @@ program pulls its first ones into L2 before it waits.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -18,10 +20,29 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashinfer_backend.core.tuned import PARTIAL_SUMS, SPLIT_BLOCKS, Tiling
+from flashinfer_backend.ops import device
 from flashinfer_backend.ops.fp8 import E4M3, LARGEST, SMALLEST_PEAK
-from flashinfer_backend.ops.triton_adapters import CHUNK, add_expanded
+from flashinfer_backend.ops.triton_adapters import (
+    MOST_TOKENS,
+    add_expanded,
+    await_shrink,
+    chunk,
+    count_arrival,
+    inner_sums,
+    listed_places,
+    prefetch_up,
+    share,
+    shrink,
+    shrink_beside,
+    side_by_side,
+)
 from flashinfer_backend.ops.triton_prefetch import prefetch_rows
-from flashinfer_backend.ops.weight import Added, LowRank
+from flashinfer_backend.ops.weight import Chosen, LowRank
+
+BESIDE = True  # whether a product's launch also shrinks
+SPLITS = 4  # programs that share the columns of x to shrink
+MOST_TURNS = 4  # that one program shrinks for, one after the other, beside a product
+FEWEST = 4  # programs that shrink, also where the product itself has one for each SM
 
 _LARGEST, _SMALLEST_PEAK = tl.constexpr(LARGEST), tl.constexpr(SMALLEST_PEAK)
 
@@ -49,20 +70,59 @@ def _add_product(acc, x, block, x_scale, SWAP: tl.constexpr, QUANTISE: tl.conste
     return acc
 
 
-@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["places", "distinct"])
+@triton.jit(
+    do_not_specialize=["tokens", "shrinkers", "last"],
+    do_not_specialize_on_alignment=["places", "distinct"],
+)
 def _linear(
     x, x_blocks, weight, weight_blocks, norm_weight, x_scales, scales, bias, residual, out, partial, counters,
-    inner, up_adapters, places, distinct, first_end, second_end, tokens, rows, eps,
+    inner, down_adapters, up_adapters, places, distinct, arrived, shrinkers, last, first_end, second_end,
+    tokens, rows, eps,
     K: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, SPLIT: tl.constexpr,
     NORM: tl.constexpr, GATED: tl.constexpr, SWAP: tl.constexpr, PREFETCH: tl.constexpr, EARLY: tl.constexpr,
     STAGES: tl.constexpr, THREADS: tl.constexpr, QUANTISE: tl.constexpr, NATIVE: tl.constexpr,
-    PARTS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
+    PARTS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr, CHUNK: tl.constexpr,
+    DOWN_SHARE: tl.constexpr, DOWN_COLUMNS: tl.constexpr, DOWN_TOKENS: tl.constexpr,
+    DOWN_PREFETCH: tl.constexpr,
+):  # fmt: skip
+    if inner is None:
+        _product(
+            x, x_blocks, weight, weight_blocks, norm_weight, x_scales, scales, bias, residual, out, partial,
+            counters, inner, up_adapters, places, distinct, arrived, shrinkers, last, first_end, second_end,
+            tokens, rows, eps, tl.program_id(0), tl.program_id(1), K, TOKENS, ROWS, INNER, SPLIT, NORM, GATED,
+            SWAP, PREFETCH, EARLY, STAGES, THREADS, QUANTISE, NATIVE, PARTS, RANK, SPLITS, STEP, CHUNK,
+        )  # fmt: skip
+    # The programs that others wait for come first: a GPU starts them in this order.
+    elif tl.program_id(0) < shrinkers:
+        shrink_beside(
+            x, norm_weight, down_adapters, places, distinct, inner, arrived, tokens, tl.program_id(0),
+            shrinkers, last, K, DOWN_SHARE, PARTS, RANK, SPLITS, DOWN_TOKENS, DOWN_COLUMNS, THREADS,
+            DOWN_PREFETCH, NATIVE,
+        )  # fmt: skip
+    else:
+        number, blocks = tl.program_id(0) - shrinkers, rows // ROWS * tl.cdiv(tokens, TOKENS)
+        _product(
+            x, x_blocks, weight, weight_blocks, norm_weight, x_scales, scales, bias, residual, out, partial,
+            counters, inner, up_adapters, places, distinct, arrived, shrinkers, last, first_end, second_end,
+            tokens, rows, eps, number % blocks, number // blocks, K, TOKENS, ROWS, INNER, SPLIT, NORM, GATED,
+            SWAP, PREFETCH, EARLY, STAGES, THREADS, QUANTISE, NATIVE, PARTS, RANK, SPLITS, STEP, CHUNK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _product(
+    x, x_blocks, weight, weight_blocks, norm_weight, x_scales, scales, bias, residual, out, partial, counters,
+    inner, up_adapters, places, distinct, arrived, shrinkers, last_arrival, first_end, second_end, tokens,
+    rows, eps, number, split,
+    K: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, SPLIT: tl.constexpr,
+    NORM: tl.constexpr, GATED: tl.constexpr, SWAP: tl.constexpr, PREFETCH: tl.constexpr, EARLY: tl.constexpr,
+    STAGES: tl.constexpr, THREADS: tl.constexpr, QUANTISE: tl.constexpr, NATIVE: tl.constexpr,
+    PARTS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     # Token blocks of the same weights are neighbours, so that the weights come from L2 the second time.
     token_blocks = tl.cdiv(tokens, TOKENS)
-    row = tl.program_id(0) // token_blocks * ROWS
-    token = tl.program_id(0) % token_blocks * TOKENS
-    split = tl.program_id(1)
+    row = number // token_blocks * ROWS
+    token = number % token_blocks * TOKENS
     SHARE: tl.constexpr = K // SPLIT
     column = split * SHARE
     if PREFETCH > 0:
@@ -82,10 +142,21 @@ def _linear(
         row_scale = tl.load(scales + n)
         if GATED:
             up_scale = tl.load(scales + rows + n)
+    # What adapters add is before the norm's scale, which is also a factor of that.
+    height = 2 * rows if GATED else rows
+    if inner is not None:
+        count = tl.load(distinct)
+        listed = listed_places(distinct, 0, count, STEP, CHUNK)
+        if NATIVE and split == 0:
+            prefetch_up(up_adapters, distinct, row, height, ROWS, RANK, CHUNK // STEP, THREADS)
+            if GATED:
+                prefetch_up(up_adapters, distinct, rows + row, height, ROWS, RANK, CHUNK // STEP, THREADS)
     if NATIVE:
         if EARLY:
             gdc_launch_dependents()
         gdc_wait()
+    if inner is not None:
+        mine = tl.load(places + t, mask=t < tokens, other=-1)
     if QUANTISE and residual is not None:
         # Here its way is covered by the product, and such products have registers left.
         added = tl.load(residual + t[:, None].to(tl.int64) * rows + n[None, :], mask=inside, other=0.0)
@@ -128,18 +199,27 @@ def _linear(
     if NATIVE and not EARLY:
         gdc_launch_dependents()
     if inner is not None and split == 0:
-        # Before the norm's scale, which is also a factor of what adapters add.
-        height = 2 * rows if GATED else rows
         # Rows of padding, which have zeros, are of the last part.
         part = tl.minimum((row >= first_end).to(tl.int32) + (row >= second_end).to(tl.int32), PARTS - 1)
+        matrix = side_by_side(up_adapters, listed, n, height, height, 0, RANK, STEP)
+        up_matrix = matrix
+        if GATED:
+            up_matrix = side_by_side(up_adapters, listed, rows + n, height, height, 0, RANK, STEP)
+        if NATIVE:
+            await_shrink(arrived, shrinkers, THREADS)
+            count_arrival(arrived, last_arrival, THREADS)
+        sums = inner_sums(inner, t, mine >= 0, 0, part, tokens, PARTS, RANK, SPLITS, STEP)
+        up_sums = sums
+        if GATED:
+            up_sums = inner_sums(inner, t, mine >= 0, 0, PARTS - 1, tokens, PARTS, RANK, SPLITS, STEP)
         acc = add_expanded(
-            acc, inner, up_adapters, places, distinct, t, n, part, tokens, height, height, PARTS, RANK,
-            SPLITS, CHUNK, SWAP,
+            acc, matrix, sums, listed, mine, count, inner, up_adapters, distinct, t, n, part, tokens, height,
+            height, PARTS, RANK, SPLITS, STEP, SWAP,
         )  # fmt: skip
         if GATED:
             up = add_expanded(
-                up, inner, up_adapters, places, distinct, t, rows + n, PARTS - 1, tokens, height, height,
-                PARTS, RANK, SPLITS, CHUNK, SWAP,
+                up, up_matrix, up_sums, listed, mine, count, inner, up_adapters, distinct, t, rows + n,
+                PARTS - 1, tokens, height, height, PARTS, RANK, SPLITS, STEP, SWAP,
             )  # fmt: skip
     if SWAP:
         acc = acc.T
@@ -154,13 +234,13 @@ def _linear(
         # The program that arrives last adds the parts in index order: the sum never depends on timing.
         plane = tokens.to(tl.int64) * rows
         tl.store(partial + split * plane + cells, acc, mask=inside)
-        square_cells = partial + SPLIT * plane + tl.program_id(0) * (SPLIT * TOKENS) + tl.arange(0, TOKENS)
+        square_cells = partial + SPLIT * plane + number * (SPLIT * TOKENS) + tl.arange(0, TOKENS)
         if NORM:
             tl.store(square_cells + split * TOKENS, squares)
         tl.debug_barrier()
-        last = tl.atomic_add(counters + tl.program_id(0), 1, sem="acq_rel") == SPLIT - 1
+        last = tl.atomic_add(counters + number, 1, sem="acq_rel") == SPLIT - 1
         if last:
-            tl.store(counters + tl.program_id(0), 0)
+            tl.store(counters + number, 0)
             acc = tl.zeros([TOKENS, ROWS], tl.float32)
             for part in tl.static_range(SPLIT):
                 acc += tl.load(partial + part * plane + cells, mask=inside, other=0.0, cache_modifier=".cg")
@@ -199,6 +279,7 @@ class _Workspace:
         self.partial = torch.empty(PARTIAL_SUMS, dtype=torch.float32, device=device)
         # The kernel leaves the counters at zero.
         self.counters = torch.zeros(SPLIT_BLOCKS, dtype=torch.int32, device=device)
+        self.arrived = torch.zeros((), dtype=torch.int32, device=device)
 
 
 _workspaces: dict[torch.device, _Workspace] = {}
@@ -216,12 +297,46 @@ def takes_adapters(tiling: Tiling, low: LowRank) -> bool:
     return tiling.tokens >= 16 and not any(end % tiling.rows for end in low.ends)
 
 
-def _pointers(added: Added | None, rows: int) -> tuple[Tensor | int | None, ...]:
-    """Of the kernel's adapters, and where its second and third part begin."""
-    if added is None:
-        return None, None, None, None, rows, rows
-    inner, low, chosen = added
-    return inner, low.up, *chosen, *(*low.ends, rows, rows)[:2]
+class _Beside(NamedTuple):
+    """What the kernel does for adapters next to a product: its operands, numbers and constants."""
+
+    shrinkers: int
+    operands: tuple[Tensor | int | None, ...]
+    constants: dict[str, int | bool]
+
+
+def _beside(
+    x: Tensor,
+    tiling: Tiling,
+    rows: int,
+    norm_weight: Tensor | None,
+    adapters: tuple[LowRank, Chosen] | None,
+    native: bool,
+) -> _Beside:
+    """rows: of the product's blocks."""
+    if adapters is None:
+        down = {"DOWN_SHARE": 0, "DOWN_COLUMNS": 0, "DOWN_TOKENS": 0, "DOWN_PREFETCH": False}
+        constants = {"PARTS": 1, "RANK": 1, "SPLITS": 1, "STEP": 1, "CHUNK": 1} | down
+        return _Beside(0, (None,) * 8 + (rows, rows), constants)
+    (low, chosen), tokens = adapters, len(x)
+    _, parts, rank, columns = low.down.shape
+    blocks, tile = rows // tiling.rows * triton.cdiv(tokens, tiling.tokens), min(tiling.tokens, MOST_TOKENS)
+    tasks = triton.cdiv(tokens, tile) * (len(chosen.distinct) - 1) * parts * SPLITS
+    # On SMs that the last wave of the product's programs leaves free.
+    shrinkers = min(tasks, max(FEWEST, -blocks * tiling.split % device.sms()))
+    if BESIDE and tasks <= MOST_TURNS * shrinkers:
+        inner = torch.empty(SPLITS, tokens, parts, rank, dtype=torch.float32, device=x.device)
+    else:
+        shrinkers, inner = 0, shrink(x, low, chosen, norm_weight, SPLITS, native).inner
+    constants = {"PARTS": parts, "RANK": rank, "SPLITS": SPLITS, "DOWN_TOKENS": tile} | chunk(low, chosen)
+    constants |= {f"DOWN_{name}": value for name, value in share(columns, rank, SPLITS).items()}
+    ends = (*low.ends, rows, rows)[:2]
+    arrived = workspace(x.device).arrived
+    return _Beside(
+        shrinkers,
+        (inner, low.down, low.up, *chosen, arrived, shrinkers, shrinkers + blocks - 1, *ends),
+        constants,
+    )
 
 
 def linear(
@@ -235,7 +350,7 @@ def linear(
     gated: bool = False,
     out: Tensor | None = None,
     scales: tuple[Tensor | None, Tensor] | None = None,
-    added: Added | None = None,
+    adapters: tuple[LowRank, Chosen] | None = None,
     native: bool = True,
 ) -> Tensor:
     """x[T, K] times weight[N, K] transposed, with what is given applied -> [T, N], in `out` when given.
@@ -249,7 +364,7 @@ def linear(
     columns of a row at a time by their largest magnitude, after the norm's weight and before its factor of
     the row. That is never coarser than a scale for the row, but not the same bits.
 
-    added: what adapters add, where takes_adapters; with norm_weight of x times that (triton_adapters.shrink).
+    adapters: of the weight, and the tokens'; what they add is added, where takes_adapters.
 
     native: with what a GPU alone has, and Triton's interpreter does not know.
     """
@@ -261,18 +376,19 @@ def linear(
     space = workspace(x.device) if tiling.split > 1 else None
     quantise = scales is not None and scales[0] is None
     x_blocks = norm_weight is None and not quantise  # else x passes through registers on its way
-    _linear[(rows // tiling.rows * triton.cdiv(tokens, tiling.tokens), tiling.split)](
+    beside = _beside(x, tiling, rows, norm_weight, adapters, native)
+    blocks = rows // tiling.rows * triton.cdiv(tokens, tiling.tokens)
+    grid = (blocks, tiling.split) if adapters is None else (beside.shrinkers + blocks * tiling.split,)
+    _linear[grid](
         x,
         TensorDescriptor(x, [tokens, inner], [inner, 1], [tiling.tokens, tiling.inner]) if x_blocks else None,
         weight, TensorDescriptor(weight, list(weight.shape), [inner, 1], [tiling.rows, tiling.inner]),
         norm_weight, *(scales or (None, None)), bias, residual, out, space.partial if space else None,
-        space.counters if space else None, *_pointers(added, rows), tokens, rows, eps,
+        space.counters if space else None, *beside.operands, tokens, rows, eps,
         K=inner, TOKENS=tiling.tokens, ROWS=tiling.rows, INNER=tiling.inner, SPLIT=tiling.split,
         NORM=norm_weight is not None, GATED=gated, SWAP=tiling.swap,
         PREFETCH=tiling.prefetch if native else 0, EARLY=tiling.early, STAGES=tiling.stages,
         THREADS=32 * tiling.warps, QUANTISE=quantise, NATIVE=native,
-        PARTS=1 if added is None else added.inner.shape[2], RANK=1 if added is None else added.inner.shape[3],
-        SPLITS=1 if added is None else len(added.inner), CHUNK=CHUNK, num_warps=tiling.warps,
-        launch_pdl=native,
+        **beside.constants, num_warps=tiling.warps, launch_pdl=native,
     )  # fmt: skip
     return out

@@ -26,7 +26,7 @@ from flashinfer_backend.core.tuned import steps
 from flashinfer_backend.models.spec import Experts, ModelSpec, Product
 from flashinfer_backend.ops import device
 from flashinfer_backend.ops.fp8 import E4M3
-from flashinfer_backend.ops.weight import Added
+from flashinfer_backend.ops.weight import Added, Chosen, LowRank
 from flashinfer_backend.worker.device_state import MOST_DEFERRED
 
 log = logging.getLogger(__name__)
@@ -393,46 +393,61 @@ def _call_adapters(config: EngineConfig, model: ModelSpec, empty: Callable[..., 
     from flashinfer_backend.ops import triton_adapters
 
     limits, like = (config.max_loras, config.max_lora_rank), empty(0)
-    for tokens in (1, 32, 64, MANY):
-        places = empty(tokens, of=torch.int32)
-        chosen = triton_adapters.group_adapters(places, config.max_loras)
-        products = [product for layer in model.layers for product in layer.adaptable]
-        products += model.vocabulary[1:] if config.lora_vocabulary else ()
-        for product in {(each.name, each.shape): each for each in products}.values():
-            low = room(product, *limits, like.dtype, like.device)
-            added = triton_adapters.shrink(empty(tokens, product.shape[1]), low, chosen)
+
+    def chosen(tokens: int) -> Chosen:
+        return triton_adapters.group_adapters(empty(tokens, of=torch.int32), config.max_loras)
+
+    products = [product for layer in model.layers for product in layer.adaptable]
+    products += model.vocabulary[1:] if config.lora_vocabulary else ()
+    for product in {(each.name, each.shape): each for each in products}.values():
+        low = room(product, *limits, like.dtype, like.device)
+        for tokens in (1, 32, 64, MANY):
+            added = triton_adapters.shrink(empty(tokens, product.shape[1]), low, chosen(tokens))
             triton_adapters.expand(empty(tokens, product.shape[0]), added)
-            if product.format == "dense" and product.role and tokens < MANY:
-                _call_dense_product(product, model, empty, added)
-        if config.lora_vocabulary:
-            embedding = room(model.vocabulary[0], *limits, like.dtype, like.device)
+        if product.format == "dense" and product.role:
+            _call_dense_product(product, model, empty, low, chosen)
+    if config.lora_vocabulary:
+        embedding = room(model.vocabulary[0], *limits, like.dtype, like.device)
+        for tokens in (1, 32, 64):
             inner = empty(1, tokens, 1, embedding.down.shape[2], of=torch.float32)
-            triton_adapters.expand(empty(tokens, model.hidden_size), Added(inner, embedding, chosen))
+            hidden = empty(tokens, model.hidden_size)
+            triton_adapters.expand(hidden, Added(inner, embedding, chosen(tokens)))
 
 
 def _call_dense_product(
-    product: Product, model: ModelSpec, empty: Callable[..., Tensor], added: Added | None = None
+    product: Product,
+    model: ModelSpec,
+    empty: Callable[..., Tensor],
+    low: LowRank | None = None,
+    chosen: Callable[[int], Chosen] | None = None,
 ) -> None:
-    """added: of one step's adapters; what it has of each token stands for any number of tokens."""
-    from flashinfer_backend.ops.tilings import choose
+    """low, chosen: the weight's adapters, and those of so many tokens, one of which has a kernel of its
+    own."""
+    from flashinfer_backend.ops import triton_linear
+    from flashinfer_backend.ops.tilings import FEW, choose, choose_adapted
     from flashinfer_backend.ops.triton_adapters import shrink
-    from flashinfer_backend.ops.triton_linear import linear, takes_adapters
 
     weight = empty(*product.shape)
-    for limit, _ in steps(device.active().linear, product.role, product.shape):
-        tokens = limit or MANY
-        tiling = choose(product.role, tokens, weight)
-        if tiling is None or (added is not None and not takes_adapters(tiling, added.low)):
+    table = device.active().linear
+    limits = {limit or MANY for limit, _ in steps(table, product.role, product.shape)}
+    if low is not None:
+        limits |= {1, FEW, *(limit or MANY for limit, _ in steps(table, product.role))}
+    for tokens in sorted(limits):
+        own = None if low is None or chosen is None else (low, chosen(tokens))
+        tiling = (choose if own is None else choose_adapted)(product.role, tokens, weight)
+        if tiling is None or (own is not None and not triton_linear.takes_adapters(tiling, own[0])):
             continue
         norm = empty(product.shape[1]) if tiling.fuse_norm and not _bare(product, model) else None
-        if added is not None and norm is not None:
-            shrink(empty(len(added.chosen.places), product.shape[1]), added.low, added.chosen, norm)
-        linear(
-            empty(tokens, product.shape[1]),
+        x = empty(tokens, product.shape[1])
+        if own is not None:
+            # Where too much is to shrink for it to be beside the product.
+            shrink(x, *own, norm, triton_linear.SPLITS)
+        triton_linear.linear(
+            x,
             weight,
             tiling,
             norm_weight=norm,
             eps=0.0 if norm is None else model.norm_eps,
-            added=added,
+            adapters=own,
             **_around(product, model, tokens, empty),
         )
