@@ -80,12 +80,14 @@ def test_random_weights_leave_the_target_alone(target: Transformer, tmp_path: Pa
     assert 0.01 < float(head.lm_head.data.std()) < 0.03
 
 
-def test_layers_are_quantised_on_load(target: Transformer, tmp_path: Path):
-    head = load(make_head("speculators", tmp_path, **SIZES), target, fp8=True).head
+def test_weights_are_quantised_on_load(target: Transformer, tmp_path: Path):
+    head = load(make_head("speculators", tmp_path, **SIZES | {"known": 96}), target, fp8=True).head
     formats = {product.name: getattr(head.layers[0], product.name).format.name for product in
                head.layers[0].spec.products}  # fmt: skip
     assert set(formats.values()) == {"fp8_on_load"}
-    assert head.fc.format.name == head.lm_head.format.name == "dense"
+    assert head.fc.format.name == head.lm_head.format.name == "fp8_on_load"
+    odd = load(make_head("speculators", tmp_path / "odd", **SIZES), target, fp8=True).head
+    assert odd.fc.format.name == "fp8_on_load" and odd.lm_head.format.name == "dense"
 
 
 NESTED = "transformer_layer_config"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from flashinfer_backend.core.checkpoint_json import Kind, check_kinds
+from flashinfer_backend.core.tuned import Role
 from flashinfer_backend.core.values import shown
 from flashinfer_backend.models.errors import UnsupportedModelError
 from flashinfer_backend.models.hf.config import Config, whole
@@ -72,7 +73,7 @@ class Eagle3Spec(ModelSpec):
     @property
     def head(self) -> Product:
         """Every rank has all of it, and of what follows."""
-        return Product("lm_head", (whole("lm_head", self.draft_vocab_size, self.hidden_size),), None, "head")
+        return self._outer("lm_head", self.draft_vocab_size, self.hidden_size, "head")
 
     @property
     def embedding(self) -> Product:
@@ -81,12 +82,25 @@ class Eagle3Spec(ModelSpec):
     @property
     def fc(self) -> Product:
         columns = self.target_hidden_size * (3 if self.taken is None else len(self.taken))
-        return Product("fc", (whole("fc", self.hidden_size, columns),), None, "")
+        return self._outer("fc", self.hidden_size, columns, "")
+
+    def _outer(self, name: str, rows: int, columns: int, role: Role) -> Product:
+        """A product outside of the layers: quantised on load where they are and its shape allows it, as a
+        step without a batch takes as long as reading all of these weights."""
+        source = (whole(name, rows, columns),)
+        if self.format != "fp8_on_load" or rows % 16 or columns % 16:
+            return Product(name, source, None, role)
+        # No numbers of its own are measured.
+        return Product(name, source, None, "qkv", format=self.format)
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return *super().products, self.fc
 
     @property
     def bare(self) -> tuple[Product, ...]:
         """The first layer norms both of its inputs by themselves; so does the head of what goes on."""
-        return self.layers[0].mixer.products[0], *([self.head] if self.norm_output else [])
+        return self.layers[0].mixer.products[0], self.fc, *([self.head] if self.norm_output else [])
 
     def taken_of(self, target: ModelSpec) -> tuple[int, ...]:
         """After how many of the target's layers it takes their residual stream."""
