@@ -36,21 +36,24 @@ def _prefix(
 ):  # fmt: skip
     item = items + tl.program_id(0) // KV_HEADS * WORDS
     head = tl.program_id(0) % KV_HEADS
-    first, count = tl.load(item), tl.load(item + 1)
-    gdc_launch_dependents()
-    # Also without rows: the decode kernel waits for this one alone, and reads what was written before it.
-    gdc_wait()
-    if count == 0:
-        return
-    start, end = tl.load(item + 2), tl.load(item + 3)
+    first, count, start, end = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
     cell, stride, slot = tl.load(item + 4), tl.load(item + 5), tl.load(item + 6)
+    gdc_launch_dependents()
     GROUP_SIZE: tl.constexpr = HEADS // KV_HEADS
     TOKEN: tl.constexpr = KV_HEADS * DIM
     blocks = table + slot.to(tl.int64) * table_stride
     dims, tokens, query_row = tl.arange(0, DIM), tl.arange(0, TILE), tl.arange(0, QUERIES)
     place, query_head = query_row // GROUP_SIZE, query_row % GROUP_SIZE
     inside = place < count
+    # Work and table were complete before the previous kernel started, as in the decode kernel. Blocks are
+    # read one step before their keys are: loads that wait for others would halve the stages.
     row = tl.load(order + first + place, mask=inside, other=0).to(tl.int64)
+    early = start + tokens
+    next_block = tl.load(blocks + early // BLOCK_SIZE, mask=(early < end) & (count > 0), other=0)
+    # Also without rows: the decode kernel waits for this one alone, and reads what was written before it.
+    gdc_wait()
+    if count == 0:
+        return
     q_offset = (row * HEADS + head * GROUP_SIZE + query_head)[:, None] * DIM + dims[None, :]
     query = tl.load(q + q_offset, mask=inside[:, None], other=0.0)
     peak = tl.full([QUERIES], float("-inf"), tl.float32)
@@ -58,8 +61,9 @@ def _prefix(
     acc = tl.zeros([QUERIES, DIM], tl.float32)
     for base in tl.range(start, end, TILE, num_stages=STAGES):
         index = base + tokens
-        valid = index < end
-        block = tl.load(blocks + index // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
+        valid, later = index < end, index + TILE
+        block = next_block.to(tl.int64)
+        next_block = tl.load(blocks + later // BLOCK_SIZE, mask=later < end, other=0)
         offset = (block * BLOCK_SIZE + index % BLOCK_SIZE) * TOKEN + head * DIM
         key = tl.load(k_cache + offset[:, None] + dims[None, :], mask=valid[:, None], other=0.0)
         score = tl.dot(query, key.T) * scale_log2
