@@ -44,7 +44,7 @@ def test_ten_thousand_random_steps() -> None:
     counts = walk(10_000, seed=280)
     happened = ("whole answers", "cancelled", "refused", "late", "failed", "failed rows", "preemptions")
     happened += ("waits for room", "waits for a turn", "links that were made anew", "accepted drafts")
-    happened += ("accepted drafts, windows", "restored states")
+    happened += ("accepted drafts, windows", "restored states", "states kept within a row")
     happened += ("rows with adapters", "loads", "broken adapters", "replaced adapters")
     assert all(counts[name] >= 10 for name in happened), counts
     assert counts["prompt tokens from the cache"] > 1000

@@ -57,6 +57,30 @@ def test_a_chat_goes_on_from_its_last_turn(folder: Path, tmp_path: Path) -> None
         assert reused(core, 64 + 128) == 64
 
 
+@pytest.mark.parametrize(
+    ("limit", "chunked", "steps"),
+    [(512, True, [1, 1, 1]), (96, True, [1, 2, 2]), (60, True, [3, 2, 4]), (512, False, [1, 1, 1])],
+)
+def test_a_state_is_kept_within_a_step(
+    folder: Path, tmp_path: Path, limit: int, chunked: bool, steps: list[int]
+) -> None:
+    """Fewer than 16 tokens before it have a step of their own."""
+    limits = {"max_num_tokens": limit, "max_num_tokens_while_decoding": limit, "max_seq_len": 256}
+    core = start(folder, enable_chunked_context=chunked, **limits)
+    prompts = [tokens(count, seed=count) for count in (75, 100, 143)]
+    once = SamplingParams(max_tokens=1, temperature=0.0)
+    with serve(core, tmp_path) as client:
+        found = []
+        for prompt, answer in zip(prompts, reference(folder, prompts), strict=True):
+            before = client.loop.iteration
+            assert client.generate([prompt], once) == [answer[:1]]
+            found.append(client.loop.iteration - before)
+        assert found == steps
+        turns = [[*prompt, 7, 8] for prompt in prompts]
+        assert client.generate(turns, GREEDY) == reference(folder, turns)
+        assert reused(core) == 64 + 96 + 128
+
+
 def test_prompts_that_part_within_another_keep_a_state_there(folder: Path, tmp_path: Path) -> None:
     """The first has one behind its end alone. The second finds its blocks, but no state, and keeps one; the
     third begins there."""

@@ -596,6 +596,10 @@ class World:
         if self.settings.snapshots:
             if start and self.states[slot] != asked.content[start - 1]:
                 self.wrong.append(f"slot {slot} goes on from another state than its own at {start}")
+            for at, tokens_before, snapshot in plan.cuts.tolist():
+                if at == row:
+                    self.snapshots[snapshot] = content[tokens_before - 1]
+                    self.counts["states kept within a row"] += 1
             # Drafts behind the first wrong one do not enter it.
             self.states[slot] = content[-1 if plan.feeds[row] == Feeds.GIVEN else right]
         places = np.arange(start, end)

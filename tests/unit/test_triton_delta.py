@@ -82,16 +82,23 @@ def check(case: Case, where: str, dtype: torch.dtype) -> None:
 
     weights = normal(sizes.channels, WIDTH), normal(heads), normal(heads), 1 + 0.1 * normal(dim)
     kept = torch_delta.inputs_kept(WIDTH, drafts)
-    states = normal(rows + 2, heads, dim, dim), normal(rows + 2, kept, sizes.channels + 2 * heads)
+    # Behind the slots and two others, those in which states are kept that rows have on their way.
+    places = 2 * rows + 2
+    states = normal(places, heads, dim, dim), normal(places, kept, sizes.channels + 2 * heads)
     slots = words(torch.randperm(rows + 1, generator=generator)[:rows])
     starts = words([0, *torch.tensor(lengths).cumsum(0).tolist()])
     first = words([(0, 41, 2, 100, 1)[row % 5] for row in range(rows)])
+    cuts = starts[:-1].clone()
+    for row in range(decodes, rows):
+        if lengths[row] > WIDTH:
+            cuts[row] += words([64, WIDTH, 37][row % 3]).clamp(max=lengths[row] - 1)
+    saves = words(range(rows + 2, places))
     kinds = [(torch_delta, "cpu", torch.float32), (triton_delta, where, dtype)]
     own_states = []
     for _, device, kind in kinds:
         recurrent, inputs = (x.clone().to(device) for x in states)
         own_states.append(DeltaStates(recurrent, inputs.to(dtype).to(kind)))
-    in_state = torch.zeros(rows + 2, dtype=torch.int32)
+    in_state = torch.zeros(places, dtype=torch.int32)
     # Products are of 16 bits, and what they are of is rounded several times.
     allowed = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
     for _ in range(2):
@@ -107,18 +114,25 @@ def check(case: Case, where: str, dtype: torch.dtype) -> None:
             conv, a_log, dt_bias, norm = (x.to(device) for x in weights)
             given = DeltaWeights(conv.to(dtype).to(kind), a_log, dt_bias, norm.to(dtype).to(kind), 1e-6)
             row = DeltaRows(
-                *(None if t is None else t.to(device) for t in (slots, starts, first, held)), decodes
+                *(None if t is None else t.to(device) for t in (slots, starts, first, held)),
+                decodes,
+                *(x.to(device) for x in (cuts, saves)),
             )
             parts = split_inputs(sizes, product.to(dtype).to(device, kind))
             results.append((ops.delta_net(*parts, given, own, row), own.recurrent))
         for name, plain, found in zip(("results", "states"), *results, strict=True):
             assert error(found, plain) < allowed, f"{name} of {case}: {error(found, plain)}"
+        for row in (cuts > starts[:-1]).nonzero()[:, 0].tolist():
+            last = (first[row] + cuts[row] - starts[row] - 1 - torch.arange(WIDTH - 1)) % kept
+            plain, found = (own.inputs[saves[row], last.to(own.inputs.device)].cpu() for own in own_states)
+            assert torch.equal(plain[:, : sizes.channels], found[:, : sizes.channels].float())
         grown = words(lengths)
         if drafts:
             good = 1 + torch.randint(0, 99, (rows,), generator=generator).int() % grown
             grown = torch.where(torch.arange(rows) < decodes, good, grown)
         first = first + grown
-    others = [slot for slot in range(rows + 2) if slot not in slots.tolist()]
+    used = [*slots.tolist(), *saves[cuts > starts[:-1]].tolist()]
+    others = [slot for slot in range(places) if slot not in used]
     for plain, found, before in zip(*own_states, states, strict=True):
         assert torch.equal(found[others].cpu(), before[others].to(found.dtype))
         assert torch.equal(plain[others], found[others].cpu().float())

@@ -85,6 +85,8 @@ class StepPlan:
     # int32 [n, 2], (slot, snapshot): states that rows of the step begin with, and those to keep behind it
     restored: np.ndarray = field(default_factory=lambda: NONE.reshape(0, 2))
     saved: np.ndarray = field(default_factory=lambda: NONE.reshape(0, 2))
+    # int32 [n, 3], (row, tokens, snapshot): states to keep behind the first tokens of a row, not all of it
+    cuts: np.ndarray = field(default_factory=lambda: NONE.reshape(0, 3))
 
     @property
     def num_rows(self) -> int:

@@ -13,6 +13,7 @@ slots is int32 [R], starts int32 [R + 1]. `decodes` says how many rows in front 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -46,13 +47,19 @@ class DeltaRows(NamedTuple):
     """The rows of a step, int32: slots[R], starts[R + 1] and first[R], the position of each row's first
     token. held[R]: how many tokens before it are not in its slot's recurrent state yet, of `count_held`; of
     the first `decodes` rows alone. None: drafts are never checked, and the first `decodes` rows have one
-    token."""
+    token.
+
+    cuts[R], saves[R]: the states behind the tokens before cuts[i], which lies within row i, are kept in slot
+    saves[i] as well. Where cuts[i] is the row's start, none are; else it has as many tokens before it as the
+    convolution has inputs. None: no row keeps any."""
 
     slots: Tensor
     starts: Tensor
     first: Tensor
     held: Tensor | None
     decodes: int
+    cuts: Tensor | None = None
+    saves: Tensor | None = None
 
 
 def inputs_kept(width: int, drafts: int = 0) -> int:
@@ -81,6 +88,36 @@ def delta_net(
     With `held`, the recurrent states stay behind the first `decodes` rows: these can have drafts among their
     tokens, of which those that are accepted enter the state in the next step, and the others leave nothing.
     """
+    parts = qkv, z, a, b
+    if rows.cuts is None or rows.saves is None:
+        return _delta_net(parts, weights, states, rows)
+    starts, cuts = rows.starts.long(), rows.cuts.long()
+    cut = cuts > starts[:-1]
+    lengths = torch.where(cut, cuts, starts[1:]) - starts[:-1]  # of what is before the cuts
+    token = torch.arange(int(starts[-1]), device=qkv.device)
+    row = torch.searchsorted(starts, token, right=True) - 1
+    early = token < starts[row] + lengths[row]
+    out = torch.empty(len(token), z.shape[1], dtype=z.dtype, device=z.device)
+    before = rows._replace(starts=_edges(lengths))
+    out[early] = _delta_net([x[token[early]] for x in parts], weights, states, before)
+    slots, saves = rows.slots[cut].long(), rows.saves[cut].long()
+    for each in states:
+        each[saves] = each[slots]
+    left = (starts[1:] - starts[:-1] - lengths)[cut]
+    behind = DeltaRows(rows.slots[cut], _edges(left), (rows.first + lengths)[cut], None, 0)
+    out[~early] = _delta_net([x[token[~early]] for x in parts], weights, states, behind)
+    return out
+
+
+def _edges(lengths: Tensor) -> Tensor:
+    return F.pad(lengths.cumsum(0), (1, 0)).int()
+
+
+def _delta_net(
+    parts: Sequence[Tensor], weights: DeltaWeights, states: DeltaStates, rows: DeltaRows
+) -> Tensor:
+    """Of qkv, z, a and b; no states are kept on the way."""
+    qkv, z, a, b = parts
     slots, starts = rows.slots.long(), rows.starts.long()
     mixed = torch.cat([qkv, a, b], dim=-1).to(states.inputs.dtype)
     length, width = states.inputs.shape[1], weights.conv.shape[1]

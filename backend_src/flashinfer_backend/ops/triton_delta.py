@@ -42,15 +42,26 @@ def _begin(NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _find(starts, rows, tile, SIZE: tl.constexpr, ROWS: tl.constexpr):
+def _find(starts, cuts, rows, tile, SIZE: tl.constexpr, ROWS: tl.constexpr):
     """The row of the tile-th of all tiles of SIZE tokens, and which of the row's it is; behind the last tile,
-    a row of `rows` or more."""
+    a row of `rows` or more. Tiles begin at the start of a row and at its cut."""
     index = tl.arange(0, ROWS)
     inside = index < rows
     begin = tl.load(starts + index, mask=inside, other=0)
-    tiles = tl.cdiv(tl.load(starts + index + 1, mask=inside, other=0) - begin, SIZE)
+    cut = tl.load(cuts + index, mask=inside, other=0)
+    end = tl.load(starts + index + 1, mask=inside, other=0)
+    tiles = tl.cdiv(cut - begin, SIZE) + tl.cdiv(end - cut, SIZE)
     row = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), axis=0)
     return row, tile - tl.sum(tl.where(index < row, tiles, 0), axis=0)
+
+
+@triton.jit
+def _bounds(start, cut, end, tile, SIZE: tl.constexpr):
+    """The first token of a row's tile, and the cut or the row's end, which its last one is before."""
+    before = tl.cdiv(cut - start, SIZE)
+    early = tile < before
+    begin = tl.where(early, start + tile * SIZE, cut + (tile - before) * SIZE)
+    return begin, tl.where(early, cut, end)
 
 
 @triton.jit
@@ -178,7 +189,7 @@ def _convolve_rows(
     BLOCK: tl.constexpr, ROWS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     _begin(NATIVE)
-    row, tile = _find(starts, rows, tl.program_id(0), TOKENS, ROWS)
+    row, tile = _find(starts, starts, rows, tl.program_id(0), TOKENS, ROWS)  # without cuts
     if row >= rows:
         return
     slot, place = tl.load(slots + row).to(tl.int64), tl.load(first + row)
@@ -203,23 +214,26 @@ def _convolve_rows(
     tl.store(target, _silu(summed).to(out.dtype.element_ty), mask=(t < end)[:, None] & channel)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "starts", "first"])
+@triton.jit(do_not_specialize_on_alignment=["slots", "starts", "first", "cuts", "saves"])
 def _keep_inputs(
-    x, inputs, slots, starts, first, x_stride,
+    x, inputs, slots, starts, first, cuts, saves, x_stride,
     C: tl.constexpr, KEPT: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr,
     BLOCK: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    # A kernel of its own: the one before reads what is replaced here.
+    # A kernel of its own: the one before reads what is replaced here. At the row's end, and at its cut.
     _begin(NATIVE)
     row = tl.program_id(0)
     c, j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :], tl.arange(0, TAPS)[:, None]
-    slot, place = tl.load(slots + row).to(tl.int64), tl.load(first + row)
-    start, end = tl.load(starts + row), tl.load(starts + row + 1)
-    source = end - (WIDTH - 1) + j
-    kept = (j < WIDTH - 1) & (source >= start) & (c < C)
-    value = tl.load(x + source.to(tl.int64) * x_stride + c, mask=kept, other=0.0)
-    p = place + (source - start)
-    tl.store(inputs + (slot * LENGTH + p % LENGTH) * KEPT + c, value, mask=kept)
+    place, start = tl.load(first + row), tl.load(starts + row)
+    cut = tl.load(cuts + row)
+    for at in tl.static_range(2):
+        slot = tl.load((slots if at == 0 else saves) + row).to(tl.int64)
+        end = tl.load(starts + row + 1) if at == 0 else cut
+        source = end - (WIDTH - 1) + j
+        kept = (j < WIDTH - 1) & (source >= start) & (c < C)
+        value = tl.load(x + source.to(tl.int64) * x_stride + c, mask=kept, other=0.0)
+        p = place + (source - start)
+        tl.store(inputs + (slot * LENGTH + p % LENGTH) * KEPT + c, value, mask=kept)
 
 
 @triton.jit
@@ -253,25 +267,26 @@ def _inverse(system, SIZE: tl.constexpr):
     return whole
 
 
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["starts"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["starts", "cuts"])
 def _chunk_writes(
-    x, a, b, a_log, dt_bias, starts, u, w, scores, factors, rows, a_stride, b_stride,
+    x, a, b, a_log, dt_bias, starts, cuts, u, w, scores, factors, rows, a_stride, b_stride,
     HEADS: tl.constexpr, SHARE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
     ROWS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     # What a chunk writes into its state is u - w @ state; scores: of its queries for what it writes. factors:
     # of a token's query for the state before its chunk, of its key at the chunk's end, of the state there.
     _begin(NATIVE)
-    row, chunk = _find(starts, rows, tl.program_id(0), SIZE, ROWS)
+    row, chunk = _find(starts, cuts, rows, tl.program_id(0), SIZE, ROWS)
     if row >= rows:
         return
     KEYS: tl.constexpr = HEADS // SHARE * DK
     C: tl.constexpr = 2 * KEYS + HEADS * DV
     head = tl.program_id(1)
     i, key, value = tl.arange(0, SIZE), tl.arange(0, DK), tl.arange(0, DV)
-    t = tl.load(starts + row) + chunk * SIZE + i
-    inside = t < tl.load(starts + row + 1)
-    t = t.to(tl.int64)
+    edges = tl.load(starts + row), tl.load(cuts + row), tl.load(starts + row + 1)
+    begin, bound = _bounds(edges[0], edges[1], edges[2], chunk, SIZE)
+    inside = begin + i < bound
+    t = (begin + i).to(tl.int64)
     own = inside[:, None]
     q_cells = x + t[:, None] * C + head // SHARE * DK + key[None, :]
     q = tl.load(q_cells, mask=own, other=0.0)
@@ -308,9 +323,9 @@ def _chunk_writes(
     tl.store(factors + place * 3 + 2, tl.exp(whole + tl.zeros_like(total)), mask=inside)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "starts", "first"])
+@triton.jit(do_not_specialize_on_alignment=["slots", "starts", "first", "cuts", "saves"])
 def _chunk_states(
-    x, u, w, scores, factors, recurrent, slots, starts, first, results,
+    x, u, w, scores, factors, recurrent, slots, starts, first, cuts, saves, results,
     HEADS: tl.constexpr, SHARE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
     COLUMNS: tl.constexpr, STAGES: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
@@ -319,14 +334,15 @@ def _chunk_states(
     C: tl.constexpr = 2 * KEYS + HEADS * DV
     head, row = tl.program_id(1), tl.program_id(2)
     i, key, value = tl.arange(0, SIZE), tl.arange(0, DK), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    start, end = tl.load(starts + row), tl.load(starts + row + 1)
+    start, cut, end = tl.load(starts + row), tl.load(cuts + row), tl.load(starts + row + 1)
     slot = tl.load(slots + row).to(tl.int64)
     cells = recurrent + ((slot * HEADS + head) * DK + key)[:, None] * DV + value[None, :]
     state = tl.load(cells, mask=(key >= 0)[:, None] & (tl.load(first + row) > 0), other=0.0)
     dtype = x.dtype.element_ty
-    for chunk in tl.range(0, tl.cdiv(end - start, SIZE), num_stages=STAGES):
-        begin = start + chunk * SIZE
-        inside = begin + i < end
+    before = tl.cdiv(cut - start, SIZE)
+    for chunk in tl.range(0, before + tl.cdiv(end - cut, SIZE), num_stages=STAGES):
+        begin, bound = _bounds(start, cut, end, chunk, SIZE)
+        inside = begin + i < bound
         own = inside[:, None]
         t = (begin + i).to(tl.int64)
         place = t * HEADS + head
@@ -345,6 +361,9 @@ def _chunk_states(
         result = tl.dot(score, written.to(dtype), result).to(dtype)
         tl.store(results + place[:, None] * DV + value[None, :], result, mask=own)
         state = tl.dot(tl.trans(k), (written * left[:, None]).to(dtype), state * kept)
+        if chunk == before - 1:  # read here alone: the loop has few registers left
+            other = tl.load(saves + row).to(tl.int64) - tl.load(slots + row)
+            tl.store(cells + other * (HEADS * DK * DV), state)
     tl.store(cells, state)
 
 
@@ -404,6 +423,9 @@ def delta_net(
     if not prompts:
         return out
     slots, starts, first = (x[decodes:] for x in rows[:3])
+    cuts, saves = starts, slots  # of rows that keep nothing of their middle
+    if rows.cuts is not None and rows.saves is not None:
+        cuts, saves = rows.cuts[decodes:], rows.saves[decodes:]
     convolved = torch.empty(tokens, channels, dtype=qkv.dtype, device=qkv.device)
     blocks = triton.cdiv(channels, _CHANNELS)
     conv |= {"C": channels, "KEPT": channels + 2 * heads, "BLOCK": _CHANNELS}
@@ -415,14 +437,15 @@ def delta_net(
         ROWS=searched,
     )
     _keep_inputs[prompts, blocks](
-        *(qkv, states.inputs, slots, starts, first, strides[0]), **(conv | launch), TAPS=taps
+        *(qkv, states.inputs, slots, starts, first, cuts, saves, strides[0]), **(conv | launch), TAPS=taps
     )
     u, w, scores, results = (
         torch.empty(tokens, heads, size, dtype=qkv.dtype, device=qkv.device) for size in (dv, dk, CHUNK, dv)
     )
     factors = torch.empty(tokens, heads, 3, dtype=torch.float32, device=qkv.device)
-    _chunk_writes[(tokens - decodes) // CHUNK + prompts, heads](
-        *(convolved, a, b, weights.a_log, weights.dt_bias, starts, u, w, scores, factors, prompts),
+    tiles = (tokens - decodes) // CHUNK + (prompts if cuts is starts else 2 * prompts)
+    _chunk_writes[tiles, heads](
+        *(convolved, a, b, weights.a_log, weights.dt_bias, starts, cuts, u, w, scores, factors, prompts),
         *strides[2:],
         **(sizes | launch),
         SIZE=CHUNK,
@@ -434,7 +457,7 @@ def delta_net(
     ):  # fewer programs read queries and keys less often
         columns = min(2 * columns, dv)
     _chunk_states[dv // columns, heads, prompts](
-        *(convolved, u, w, scores, factors, states.recurrent, slots, starts, first, results),
+        *(convolved, u, w, scores, factors, states.recurrent, slots, starts, first, cuts, saves, results),
         **(sizes | launch),
         SIZE=CHUNK,
         COLUMNS=columns,

@@ -28,12 +28,15 @@ from flashinfer_backend.scheduler.slot_table import SlotTable
 
 NO_UPDATES = NONE.reshape(0, 4)
 NO_PAIRS = NONE.reshape(0, 2)
+NO_CUTS = NONE.reshape(0, 3)
 # How many tokens and requests that wait are looked up in the prefix cache in each step: 8192 tokens take
 # 0.4 ms, of which all but 0.04 are hashing, once. The head, which is next, is looked up whatever its length.
 MOST_LOOKED_UP = 8192, 16
 # How far apart the states of layers that keep some are saved, at least, in tokens. The states of 64 sequences
 # are read and written in some 5 % of their step's time, so 1 / 64 of that is spent.
 SNAPSHOT_TOKENS = 64
+# Fewer tokens before a state that is kept end a row there: the most inputs of a convolution that is computed.
+CUT_TOKENS = 16
 
 
 class Chunk(NamedTuple):
@@ -265,7 +268,9 @@ class Scheduler:
                 length = min(length, self._logits_tokens)
             if self.kv_manager.windows:
                 length = self.kv_manager.fit_chunk(request, start, length)
-            length = min([length, *(border - start for border in request.borders if border > start)])
+            within = [border - start for border in request.borders if 0 < border - start < length]
+            if len(within) > 1 or (within and within[0] < CUT_TOKENS):
+                length = within[0]
             chunks.append(Chunk(request, start, length))
             budget -= length
         return chunks
@@ -308,7 +313,8 @@ class Scheduler:
             self._pace.begin(slot)
         updates += self.kv_manager.take(request, reusable[:found], slot)
         if self.kv_manager.snapshots is not None:
-            request.borders = self._borders(reusable, found) if chunked else []
+            borders = self._borders(reusable, found)
+            request.borders = borders if chunked else borders[-1:]  # a step keeps one within a row
             if found:
                 self._restored.append((slot, self.kv_manager.restore(reusable[:found])))
         if self._history and found:
@@ -336,8 +342,8 @@ class Scheduler:
         return request
 
     def _borders(self, keys: list[bytes], found: int) -> list[int]:
-        """Behind how many tokens of a prompt the states are kept, which ends a chunk: at the last block that
-        another prompt can have in common with it, and where it parts from one that had no snapshot there.
+        """Behind how many tokens of a prompt the states are kept: at the last block that another prompt can
+        have in common with it, and where it parts from one that had no snapshot there.
         keys: of the blocks that can be reused, of which `found` are."""
         full = self.kv_manager.full
         parting = 0 if full is None else full.count(keys)[0]
@@ -414,6 +420,7 @@ class Scheduler:
             for place in ((starts + 1) % self._snapshot_tokens == 0).nonzero()[0].tolist():
                 self._save_generated(int(decoding[place]), int(starts[place]) + 1)
         slots, sampling = decoding, decoding
+        cuts: list[tuple[int, int, int]] = []
         lengths, tokens, following = self._ones[: len(decoding)], NONE, NONE
         feeds, wants = self._last[: len(decoding)], self._next[: len(decoding)]
         if chunks:
@@ -435,8 +442,9 @@ class Scheduler:
             rows = sampling.astype(np.intp)
             if self.drafts:
                 following = np.where(reaches, -1, table.tokens[added[:, 0], ends]).astype(np.int32)
-            for chunk in chunks:
-                self._computed_prompt(chunk.request, chunk.start + chunk.length)
+            for row, chunk in enumerate(chunks, len(decoding)):
+                kept = self._computed_prompt(chunk)
+                cuts += [(row, length, snapshot) for length, snapshot in kept]
         samples = 1
         if len(drafted):
             drafts = self._row_tokens[drafted]
@@ -489,6 +497,7 @@ class Scheduler:
             adapters=np.array(adapters, np.int32) if adapters else NO_PAIRS,
             restored=np.array(restored, np.int32) if restored else NO_PAIRS,
             saved=np.array(saved, np.int32) if saved else NO_PAIRS,
+            cuts=np.array(cuts, np.int32) if cuts else NO_CUTS,
             adapted=bool(self.config.max_loras) and bool((table.adapter[slots] >= 0).any()),
         )
 
@@ -538,20 +547,30 @@ class Scheduler:
             self._preempt(request)
         return culprits
 
-    def _computed_prompt(self, request: Request, computed: int) -> None:
+    def _computed_prompt(self, chunk: Chunk) -> list[tuple[int, int]]:
         """Book a planned chunk. Blocks are registered at once: whoever matches them runs later in
-        the stream, or in this step after its keys and values are stored."""
+        the stream, or in this step after its keys and values are stored. Returns the snapshots to take within
+        the chunk: (tokens of it before each, snapshot)."""
+        request, computed = chunk.request, chunk.start + chunk.length
         self.table.computed[request.slot] = computed
         self._register(request, computed // self.config.tokens_per_block)
-        if computed in request.borders:
-            key = request.block_keys[computed // self.config.tokens_per_block - 1]
-            if (snapshot := self.kv_manager.save(key)) is not None:
-                assert self.kv_manager.snapshots is not None
-                self._named.append((self.kv_manager.snapshots, snapshot))
+        within = []
+        for border in request.borders:
+            if not chunk.start < border <= computed:
+                continue
+            key = request.block_keys[border // self.config.tokens_per_block - 1]
+            if (snapshot := self.kv_manager.save(key)) is None:
+                continue
+            assert self.kv_manager.snapshots is not None
+            self._named.append((self.kv_manager.snapshots, snapshot))
+            self._saving.append(snapshot)
+            if border == computed:
                 self._saved.append((request.slot, snapshot))
-                self._saving.append(snapshot)
+            else:
+                within.append((border - chunk.start, snapshot))
         if computed == self.table.known[request.slot]:
             self.prefilling.remove(request)
+        return within
 
     def _save_generated(self, slot: int, tokens: int) -> None:
         """Keep a sequence's state behind `tokens` tokens in place of the one that was kept before. It gets a

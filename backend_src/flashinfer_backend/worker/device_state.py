@@ -199,14 +199,19 @@ class DeviceState:
         rows of given tokens are none that a state waits for, however short they are."""
         if self.states is None:
             return None
-        ends = np.cumsum(plan.lengths, dtype=np.int32)
-        words = self.staging.upload([plan.slots, NONE_BEFORE, ends])
-        slots, starts = words.split([plan.num_rows, plan.num_rows + 1])
+        parts = [plan.slots, np.concatenate([NONE_BEFORE, np.cumsum(plan.lengths, dtype=np.int32)])]
+        if len(plan.cuts):
+            rows, tokens, snapshots = plan.cuts.T
+            cuts, saves = parts[1][:-1].copy(), plan.slots.copy()
+            cuts[rows] += tokens
+            saves[rows] = snapshots + self.dummy_slot
+            parts += [cuts, saves]
+        slots, starts, *kept = self.staging.upload(parts).split([len(part) for part in parts])
         longer = (plan.lengths > 1).nonzero()[0]
         decodes = int(longer[0]) if len(longer) else plan.num_rows
         if self._in_state is not None:
             decodes = plan.num_decodes
-        return self._recurrent(slots, starts, positions[starts[:-1]], decodes)
+        return self._recurrent(slots, starts, positions[starts[:-1]], decodes, *kept)
 
     def recurrent_decodes(
         self, slots: torch.Tensor, positions: torch.Tensor, feeds: int = 1
@@ -218,13 +223,18 @@ class DeviceState:
         return self._recurrent(slots, starts, positions[::feeds].contiguous(), len(slots))
 
     def _recurrent(
-        self, slots: torch.Tensor, starts: torch.Tensor, first: torch.Tensor, decodes: int
+        self,
+        slots: torch.Tensor,
+        starts: torch.Tensor,
+        first: torch.Tensor,
+        decodes: int,
+        *kept: torch.Tensor,
     ) -> Recurrent:
         assert self.states is not None
         own, held = (slots, starts, first), None
         if self._in_state is not None:
             held = self.ops.count_held(self._in_state, *own, decodes)
-        return Recurrent(self.states.layers, DeltaRows(*own, held, decodes))
+        return Recurrent(self.states.layers, DeltaRows(*own, held, decodes, *kept))
 
     def update_adapters(self, plan: StepPlan) -> None:
         """Note the adapters of sequences that came to slots, before the step reads them."""
