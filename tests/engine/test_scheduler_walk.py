@@ -18,6 +18,7 @@ import zmq
 from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from model_walk import KINDS, walk_model
 from scheduler_walk import STUBS, Settings, World, walk
 
 from engine.test_waiting import Engine
@@ -29,7 +30,7 @@ from flashinfer_backend.scheduler.invariants import BrokenInvariantError
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
 from flashinfer_backend.scheduler.scheduler import Scheduler
 from flashinfer_backend.transport import protocol
-from thinned import examples
+from thinned import examples, some
 
 
 @pytest.fixture(autouse=True)
@@ -213,6 +214,15 @@ TestEvents.settings = settings(
     derandomize=True,
     suppress_health_check=list(HealthCheck),
 )
+
+
+@pytest.mark.parametrize("kind", some(KINDS, ["qwen3.5", "gemma3"]))
+def test_answers_in_walks_of_real_models_are_those_of_requests_alone(kind: str) -> None:
+    """With states and with windows; drafts, preempted sequences and prefixes among them."""
+    counts = walk_model(kind, 0, seed=611, length=40, episodes=4)
+    assert counts["whole answers"] > 30 and counts["preemptions"] and counts["accepted drafts"] > 10
+    assert counts["prompt tokens from the cache"] > 500 and counts["failed steps"]
+    assert kind == "gemma3" or counts["restored states"] > 20
 
 
 def test_a_mixed_load_on_a_real_engine_keeps_every_invariant() -> None:

@@ -22,7 +22,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -57,7 +57,6 @@ from flashinfer_backend.transport import protocol
 VOCABULARY = 50
 ADAPTERS, BROKEN = ("sql", "chat", "code"), "the adapter is broken, as it was told to"
 SNAPSHOT_TOKENS = 6  # as of the scheduler, whose walks have short sequences
-ROW = 4 * VOCABULARY  # bytes of a token's logits
 END_IDS = (7, 11)
 STUBS = (101, 102)
 QUIET = 3000  # turns in which all requests must have ended once nothing new comes
@@ -112,6 +111,13 @@ class Settings:
             max_queue_size=self.queue,
             check_invariants=True,
             max_loras=self.adapters,
+        )
+
+    def numbers(self) -> Scheduling:
+        return Scheduling(
+            prompts_together=self.prompts_together,
+            filled_step=self.filled_step,
+            slow_step_ms=0 if self.slow else None,
         )
 
     @classmethod
@@ -180,8 +186,14 @@ class Asked:
 
 
 def expected(
-    prompt: list[int], params: SamplingParams, longest: int, adapter: AdapterState | None = None
+    prompt: list[int],
+    params: SamplingParams,
+    longest: int,
+    end_ids: Collection[int],
+    adapter: AdapterState | None = None,
+    following: list[int] | None = None,
 ) -> Asked:
+    """following: the model's tokens; None: those of the model of a device."""
     room = min(params.max_tokens, longest - len(prompt))
     tokens, content, state = list(prompt), [], 0
     if adapter is not None:
@@ -189,15 +201,18 @@ def expected(
     for token in prompt:
         state = step_hash(state, token)
         content.append(state)
-    for _ in range(room + 2):  # a step may run beyond the end before that is known
-        tokens.append((state >> 33) % VOCABULARY)
+    for n in range(room + 2):  # a step may run beyond the end before that is known
+        if following is None:
+            tokens.append((state >> 33) % VOCABULARY)
+        else:
+            tokens.append(following[n] if n < len(following) else 0)
         state = step_hash(state, tokens[-1])
         content.append(state)
     answer: list[int] = []
     code = protocol.FINISHED_LENGTH
     for token in tokens[len(prompt) : len(prompt) + room]:
         count = len(answer) + 1
-        other = params.end_id in END_IDS and token in END_IDS and count > params.min_tokens
+        other = params.end_id in end_ids and token in end_ids and count > params.min_tokens
         if token == params.end_id or other:
             code = protocol.FINISHED_END_ID
             break
@@ -216,39 +231,9 @@ class World:
         """seed: of what the device does and when."""
         self.settings = settings
         self.rng, self.load_rng = random.Random(seed), random.Random(~seed)
-        config = settings.config()
-        pools = [BlockPool(settings.blocks + 1)] if settings.full else []
-        pools += [BlockPool(n + 1, tail_blocks(w, settings.block)) for w, n in settings.windows]
-        snapshots = BlockPool(settings.snapshots + 1) if settings.snapshots else None
-        own = settings.block, settings.reuse, snapshots, settings.drafts
-        manager = KVCacheManager(pools, *own)
-        numbers = Scheduling(
-            prompts_together=settings.prompts_together,
-            filled_step=settings.filled_step,
-            slow_step_ms=0 if settings.slow else None,
-        )
-        with mock.patch.object(scheduler, "SNAPSHOT_TOKENS", SNAPSHOT_TOKENS):
-            self.scheduler = Scheduler(config, manager, END_IDS, numbers, drafts=settings.drafts)
-        model_config = SimpleNamespace(
-            vocab_size=VOCABULARY, longest_seq_len=config.max_seq_len, eos_token_ids=END_IDS, pooling=None
-        )
-        # What the loop asks of a runner, and of a socket.
-        self.device, self.others = SimpleNamespace(type="cpu"), None
-        self.pid, self.closed = 1, False
-        core = Core(config, model_config, self.scheduler, self)  # type: ignore[arg-type]
-        self.loop = EngineLoop(core, self)  # type: ignore[arg-type]
-        # Two of the longest prompts, of which one in ten asks for logits, and one of these at a time.
-        self.room, self.turn = 2 * ROW * settings.longest, ROW * settings.longest
-        with mock.patch.object(logits_room, "STEP_BYTES", self.turn):
-            self.loop.logits = LogitsRoom(self.room, VOCABULARY)
-        line = [self.loop.adapters, self.loop.logits]
-        self.loop.preparations = Preparations(line, self.scheduler, self.loop._refuse)
-        self.adapters = SimpleNamespace(load=self._load)  # as of a runner
         self.versions: Counter[str] = Counter()  # of adapters, by folder
         self.coming: dict[int, tuple[str, Future[Adapter]]] = {}  # folders, by place
         self.there: dict[int, AdapterState | None] = {}  # by place
-        self.adapter_of = [-1] * settings.slots  # places
-        self.loop.pacer.deadline = lambda *_: 0.0  # type: ignore[method-assign]  # there is no time in a walk
         self.inbox: list[protocol.ToEngine] = []
         self.asked: dict[int, Asked] = {}  # open requests by handle
         self.held: list[int] = []  # handles of those that have ended, whose logits the clients hold
@@ -261,6 +246,36 @@ class World:
         self.failing = ""  # how the next step fails
         self.wrong: list[str] = []  # that the device found; raised there, it would be one more failing step
         self.counts: Counter[str] = Counter()
+        self.pid, self.closed = 1, False  # what the loop asks of a socket
+        core = self._start()
+        self.scheduler, vocabulary = core.scheduler, core.spec.vocab_size
+        self.loop = EngineLoop(core, self)  # type: ignore[arg-type]
+        # Two of the longest prompts, of which one in ten asks for logits, and one of these at a time.
+        self.row = 4 * vocabulary  # bytes of a token's logits
+        self.room, self.turn = 2 * self.row * settings.longest, self.row * settings.longest
+        with mock.patch.object(logits_room, "STEP_BYTES", self.turn):
+            self.loop.logits = LogitsRoom(self.room, vocabulary)
+        line = [self.loop.adapters, self.loop.logits]
+        self.loop.preparations = Preparations(line, self.scheduler, self.loop._refuse)
+        self.loop.pacer.deadline = lambda *_: 0.0  # type: ignore[method-assign]  # there is no time in a walk
+
+    def _start(self) -> Core:
+        """The engine without its transport."""
+        settings = self.settings
+        config = settings.config()
+        pools = [BlockPool(settings.blocks + 1)] if settings.full else []
+        pools += [BlockPool(n + 1, tail_blocks(w, settings.block)) for w, n in settings.windows]
+        snapshots = BlockPool(settings.snapshots + 1) if settings.snapshots else None
+        own = settings.block, settings.reuse, snapshots, settings.drafts
+        manager = KVCacheManager(pools, *own)
+        with mock.patch.object(scheduler, "SNAPSHOT_TOKENS", SNAPSHOT_TOKENS):
+            made = Scheduler(config, manager, END_IDS, settings.numbers(), drafts=settings.drafts)
+        model_config = SimpleNamespace(
+            vocab_size=VOCABULARY, longest_seq_len=config.max_seq_len, eos_token_ids=END_IDS, pooling=None
+        )
+        self.device, self.others = SimpleNamespace(type="cpu"), None  # what the loop asks of a runner
+        self.adapters = SimpleNamespace(load=self._load)
+        self.adapter_of = [-1] * settings.slots  # places
         columns = -(-settings.longest // settings.block) + 1
         self.windows = [*[settings.longest] * settings.full, *(window for window, _ in settings.windows)]
         self.block_tables = np.zeros((len(pools), settings.slots, columns), np.int64)
@@ -269,6 +284,7 @@ class World:
         self.caches = [np.zeros((pool.num_blocks + 1, settings.block), np.uint64) for pool in pools]
         self.states = np.zeros(settings.slots, np.uint64)
         self.snapshots = np.zeros(settings.snapshots + 1, np.uint64)
+        return Core(config, model_config, made, self)  # type: ignore[arg-type]
 
     # The clients.
 
@@ -289,15 +305,18 @@ class World:
             self.next_id += 1
             own = msgspec.structs.replace(params)
             adapter = AdapterState(own.adapter, self.versions[own.adapter]) if own.adapter else None
-            self.asked[handle] = expected(prompt, own, self.settings.longest, adapter)
+            self.asked[handle] = self._expected(prompt, own, adapter)
             rows = own.logits_rows(len(prompt), self.asked[handle].room)
-            self.sizes[handle] = ROW * rows, ROW * len(prompt)
+            self.sizes[handle] = self.row * rows, self.row * len(prompt)
             share = first if sequences > 1 else 0
             self._name(self.asked[handle], share)
             self.timed |= {handle} if timed else set()
             data = np.array(prompt, "<i4").tobytes()
             self.inbox.append(protocol.Submit(handle, data, own, share, priority, timeout_us))
         self.counts["requests"] += sequences
+
+    def _expected(self, prompt: list[int], params: SamplingParams, adapter: AdapterState | None) -> Asked:
+        return expected(prompt, params, self.settings.longest, END_IDS, adapter)
 
     def _name(self, asked: Asked, share: int) -> None:
         """Note which content each key of the request stands for."""
@@ -355,6 +374,11 @@ class World:
         self._end_loads()
         assert not self.wrong, self.wrong
         self._check_room()
+        self._check_cache()
+        self.counts["steps"] += 1
+
+    def _check_cache(self) -> None:
+        """What can be found is what its key says."""
         for pool, cache in zip(self.scheduler.kv_manager.pools, self.caches, strict=True):
             used = pool.num_blocks - pool.available
             assert used + pool.cached + len(pool._free) == pool.num_blocks
@@ -365,7 +389,6 @@ class World:
             for snapshot, key in pool._key_of.items():
                 found = self.named.get(key) == self.snapshots[snapshot]
                 assert found, f"snapshot {snapshot} can be found by a key of other tokens than it holds"
-        self.counts["steps"] += 1
 
     def _check_room(self) -> None:
         """What the scheduler has is counted, what waits it has not, and nobody waits where there is room."""
@@ -625,16 +648,19 @@ class World:
         return [sampled.tolist()]
 
 
+MakeWorld = Callable[[Settings, int], World]
+
+
 class Load:
     """Draws what happens in an episode."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, make: MakeWorld) -> None:
         self.rng = rng = random.Random(seed)
         self.adapters = random.Random(~seed)  # of what has to do with them
         settings = Settings.drawn(rng)
         settings.adapters = self.adapters.choice([0, 0, 1, 2])
         settings.snapshots = self.adapters.choice([0, 1, 4, 20])
-        self.world = World(settings, seed)
+        self.world = make(settings, seed)
         limit = self.world.loop.config.max_input_len
         self.prefixes = [self._tokens(rng.randint(1, limit)) for _ in range(3)]
         # Weights of: submit, cancel, leave, fail, hours.
@@ -698,13 +724,15 @@ class Load:
         )
 
 
-def walk(steps: int, seed: int, episodes: int | None = None, length: int = 400) -> Counter[str]:
+def walk(
+    steps: int, seed: int, episodes: int | None = None, length: int = 400, make: MakeWorld = World
+) -> Counter[str]:
     """At least so many steps in episodes of about `length`; or so many episodes. Raises AssertionError with
     the episode's seed at the first thing that is wrong."""
     counts: Counter[str] = Counter()
     while counts["steps"] < steps if episodes is None else counts["episodes"] < episodes:
         try:
-            counts += Load(seed).run(length)
+            counts += Load(seed, make).run(length)
         except Exception as error:
             raise AssertionError(f"--seed {seed} --episodes 1 --length {length}: {error}") from error
         counts["episodes"] += 1

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The random walks of scheduler_walk.py over a real engine on the CPU, in float32:
+
+    python tests/reliability/model_walk.py --steps 20000 --kinds qwen3.5 gemma3
+
+Each answer has to be the one that the same request gets alone, in an engine without drafts, prefix reuse or
+other requests. Tiny checkpoints of tests/checkpoints.py; drafts are guesses from the answers, of which some
+are wrong, or those of the knob `speculative_method=ngram`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import logging
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import msgspec
+import numpy as np
+
+sys.path[:0] = [str(Path(__file__).parents[n]) for n in (1, 2)]
+
+from scheduler_walk import SNAPSHOT_TOKENS, AdapterState, Asked, Settings, World, expected, walk  # noqa: E402
+
+from checkpoints import make_checkpoint  # noqa: E402
+from client.arguments import integer  # noqa: E402
+from engine.harness import start_core  # noqa: E402
+from engine.test_drafts import Replay  # noqa: E402
+from engine.test_graph_steps import replayed  # noqa: E402
+from flashinfer_backend.core.config import EngineConfig, resolve_limits  # noqa: E402
+from flashinfer_backend.core.sampling_params import SamplingParams  # noqa: E402
+from flashinfer_backend.engine.loop import EngineLoop  # noqa: E402
+from flashinfer_backend.engine.start import Core  # noqa: E402
+from flashinfer_backend.scheduler import scheduler  # noqa: E402
+from flashinfer_backend.scheduler.budget import StepBudget  # noqa: E402
+from flashinfer_backend.transport import protocol  # noqa: E402
+from flashinfer_backend.worker import start  # noqa: E402
+from perf_configs.bench_engine import STUB, LocalSocket  # noqa: E402
+
+KINDS = ("qwen3.5", "qwen3-next", "gemma3", "gpt-oss", "qwen2-windows")
+LONGEST = 90  # of Settings
+
+
+class Alone:
+    """What a model answers to one request at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        core = start_core(
+            folder, max_num_seqs=1, max_seq_len=2 * LONGEST, enable_kv_cache_reuse=False, max_num_tokens=256
+        )
+        self.socket = _Tokens()
+        self._loop = EngineLoop(core, self.socket)
+        self._last = 0  # id
+        self._known: dict[tuple[Any, ...], list[int]] = {}
+
+    def answer(self, prompt: list[int], params: SamplingParams, count: int) -> list[int]:
+        """The first tokens, at least `count`, whatever ends the answer."""
+        key = *prompt, params.frequency_penalty
+        if len(self._known.get(key, [])) < count:
+            penalty = params.frequency_penalty
+            own = SamplingParams(max_tokens=count, temperature=0.0, end_id=-1, frequency_penalty=penalty)
+            data = np.array(prompt, "<i4").tobytes()
+            self._last += 1
+            handle = protocol.make_handle(STUB, self._last)
+            self.socket.tokens = []
+            self.socket.inbox.append(protocol.Submit(handle, data, own, 0, 0, 0))
+            while len(self.socket.tokens) < count:
+                assert self._loop.step()
+            self._known[key] = self.socket.tokens
+        return self._known[key]
+
+
+class _Tokens(LocalSocket):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens: list[int] = []
+
+    def send_tokens(self, pid: int, frame: bytes, reports: Any) -> None:
+        found = protocol.unpack_tokens(frame)[:, 1].tolist()
+        self.tokens += [token for token in found if token != protocol.NO_TOKEN]
+
+
+def _resolve_limits(config: EngineConfig, longest: int) -> EngineConfig:
+    """Smaller blocks than there are make more of what may go wrong."""
+    small = {"tokens_per_block": config.tokens_per_block}
+    small["max_tokens_in_paged_kv_cache"] = config.max_tokens_in_paged_kv_cache
+    plain = msgspec.structs.replace(config, **dict.fromkeys(small, 16))
+    return msgspec.structs.replace(resolve_limits(plain, longest), **small)
+
+
+class ModelWorld(World):
+    """A real runner in place of the model of a device."""
+
+    def __init__(self, folder: Path, alone: Alone, settings: Settings, seed: int) -> None:
+        self.folder, self.alone = folder, alone
+        self.proposer: Replay | None = None
+        super().__init__(replace(settings, adapters=0, full=True), seed)
+        self.counts["walks with drafts"] += self.scheduler.drafts > 0
+
+    def _start(self) -> Core:
+        settings, choose = self.settings, self.load_rng.choice
+        config = settings.config()
+        own = {name: getattr(config, name) for name in config.__struct_fields__}
+        own |= {
+            "device": "cpu",
+            "max_tokens_in_paged_kv_cache": settings.blocks * settings.block,
+            "kv_cache_free_gpu_mem_fraction": 0.02,
+        }
+        del own["model_dir"]
+        make: Any = None
+        if settings.drafts and choose([True, True, False]):
+            self.proposer = Replay(settings.drafts, 1 - settings.right_drafts)
+            make = self.proposer
+        elif settings.drafts:
+            own |= {"speculative_method": "ngram", "max_draft_len": settings.drafts}
+        resolve = mock.patch.object(start, "resolve_limits", _resolve_limits)
+        with resolve, mock.patch.object(scheduler, "SNAPSHOT_TOKENS", SNAPSHOT_TOKENS):
+            core = start_core(self.folder, proposer=make, **own)
+        settings.longest = core.config.max_seq_len
+        core.scheduler._budget = StepBudget(core.config, settings.numbers())
+        mixers = core.spec.attentions  # those of replayed graphs have none of these
+        ordinary = not any(m.scale or m.sinks or m.soft_cap or m.variant for m in mixers)
+        if choose([True, False]) and ordinary:
+            replayed(core.runner, [1, 2, 4, 8])
+            self.counts["walks with graphs"] += 1
+        self._launch, core.runner.launch = core.runner.launch, self.launch  # type: ignore[method-assign]
+        return core
+
+    def launch(self, plan: Any, started: Callable[[], object], *more: Any) -> Any:
+        failing, self.failing = self.failing, ""
+        if failing:
+            self.counts["failed steps"] += 1
+
+        def fail() -> None:
+            raise RuntimeError("the step fails as it was told to")
+
+        if failing == "before":
+            fail()
+        self.counts["restored states"] += len(plan.restored)
+        return self._launch(plan, fail if failing else started, *more)
+
+    def _expected(self, prompt: list[int], params: SamplingParams, adapter: AdapterState | None) -> Asked:
+        params.temperature = 0.0
+        room = min(params.max_tokens, self.settings.longest - len(prompt))
+        following = self.alone.answer(prompt, params, room)
+        if self.proposer is not None:
+            self.proposer.sequences.append(prompt + following)
+        ends = self.loop.scheduler.table.end_ids.tolist()
+        return expected(prompt, params, self.settings.longest, ends, adapter, following)
+
+    def _check_cache(self) -> None:
+        """The tokens show what was read."""
+
+    def drain(self) -> None:
+        super().drain()
+        self.counts["drafts"] += self.scheduler.drafted_tokens
+        self.counts["accepted drafts"] += self.scheduler.accepted_tokens
+
+
+def walk_model(
+    kind: str, steps: int, seed: int, length: int = 120, episodes: int | None = None
+) -> Counter[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32}
+        if kind in ("qwen3.5", "qwen3-next"):
+            sizes |= {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+        checkpoint = make_checkpoint(kind, Path(folder) / "model", **sizes)
+        make = functools.partial(ModelWorld, checkpoint, Alone(checkpoint))
+        return walk(steps, seed, episodes, length, make)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(allow_abbrev=False, description="Random walks over a real engine.")
+    parser.add_argument("--kinds", nargs="+", default=KINDS)
+    parser.add_argument("--steps", type=integer(1), default=20_000, help="of each kind")
+    parser.add_argument("--seed", type=integer(0), default=1, help="of the first episode")
+    parser.add_argument("--episodes", type=integer(1), help="so many, instead of steps")
+    parser.add_argument("--length", type=integer(1), default=120)
+    options = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    for kind in options.kinds:
+        began = time.monotonic()
+        counts = walk_model(kind, options.steps, options.seed, options.length, options.episodes)
+        print(f"{kind}, seed {options.seed}, {time.monotonic() - began:.0f} s")
+        for name, count in sorted(counts.items()):
+            print(f"{count:>9} {name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
