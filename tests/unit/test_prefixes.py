@@ -194,7 +194,7 @@ def decode(shared: SharedPrefixes, slots: list[int], start: int) -> list[tuple[i
 
 def test_what_a_slot_shares_changes_with_its_sequence():
     document = run(100, 20)
-    shared = SharedPrefixes(8, 40, BLOCK_SIZE, 64 << 10)  # 40 MiB are 640 tokens
+    shared = SharedPrefixes(8, 40, BLOCK_SIZE, 64 << 10)  # 64 MiB are 1024 tokens
     come(shared, {slot: [*document, 500 + slot] for slot in range(4)})
     assert decode(shared, [0, 1, 2, 3], 1290) == [(4, 1280)]
     assert decode(shared, [0, 1, 2, 3], 1291) == [(4, 1280)]
@@ -210,7 +210,7 @@ def test_what_a_slot_shares_changes_with_its_sequence():
 
 
 def test_what_saves_little_is_read_by_each_row():
-    for bytes_per_token, worth in ((4 << 10, False), (32 << 10, True)):
+    for bytes_per_token, worth in ((32 << 10, False), (64 << 10, True)):
         shared = SharedPrefixes(4, 40, BLOCK_SIZE, bytes_per_token)
         come(shared, {slot: [*run(100, 20), 500 + slot] for slot in range(2)})
         assert decode(shared, [0, 1], 1290) == ([(2, 1280)] if worth else None)
