@@ -136,7 +136,7 @@ class Api:
         metrics: Any = SimpleNamespace(error=lambda status: None)
         door = Door(Model(["m"], EngineConfig(model_dir="bundled")), metrics)
         limits = SimpleNamespace(vocab_size=2048, max_seq_len=100, max_input_len=99)
-        door.link = SimpleNamespace(engines=SimpleNamespace(status=limits))  # type: ignore[assignment]
+        door.link = SimpleNamespace(engines=SimpleNamespace(status=limits, up=True))  # type: ignore[assignment]
         self._app = make_app([door], Access(max_body_bytes=MOST, **access))
 
     def call(

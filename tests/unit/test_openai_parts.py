@@ -31,7 +31,7 @@ from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, E
 from flashinfer_backend.openai.link import Stream, Streams
 from flashinfer_backend.openai.model import Model
 from flashinfer_backend.openai.requests import ChatRequest, ResponsesRequest, decode
-from flashinfer_backend.openai.responses import messages_of
+from flashinfer_backend.openai.responses import messages_of, offered_tools
 from flashinfer_backend.openai.sampling import NO_TOKENS, Defaults, Limits, sampling_params
 from flashinfer_backend.openai.template import ChatTemplate, plain_messages
 from flashinfer_backend.openai.tools import AUTO, Tools, read_tools
@@ -649,6 +649,38 @@ def test_tokens_that_a_request_has_made_itself_are_not_cached_ones() -> None:
     assert usage.body()["completion_tokens_details"] == told
 
 
+def test_reasoning_may_come_first() -> None:
+    """Also without text."""
+    items = [{"type": "reasoning", "summary": []}, {"role": "assistant", "content": "Yes."}]
+    messages, places = messages_of(ResponsesRequest(input=items))
+    assert messages == [{"role": "assistant", "content": "Yes."}]
+    assert [place.content for place in places] == ["input[1].content"]
+    with pytest.raises(ApiError, match="input holds only reasoning without text"):
+        messages_of(ResponsesRequest(input=items[:1]))
+
+
+@pytest.mark.parametrize(("tools", "message"), [
+    ([{"type": "namespace", "tools": []}], "tools[0].name is null; it should be a text"),
+    ([{"type": "namespace", "name": "n"}], "tools[0].tools is null; it should be a list of functions and"),
+    ([{"type": "x"}], 'tools[0].type is "x"; it should be function, custom or namespace'),
+    ([{"type": "custom", "name": "c", "format": 5}], "tools[0].format is 5; it should be an object with"),
+])  # fmt: skip
+def test_errors_name_the_tool_in_the_request(tools: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(ApiError) as error:
+        offered_tools(tools)
+    assert str(error.value).startswith(message) and message.startswith(f"{error.value.param} ")
+
+
+@pytest.mark.parametrize(("places", "form"), [
+    (None, '{"type": "function", "function": {"name": ...}}'),
+    (["tools[0]"], '{"type": "function", "name": ...}'),
+])  # fmt: skip
+def test_errors_of_a_choice_show_the_requests_own_form(places: list[str] | None, form: str) -> None:
+    with pytest.raises(ApiError) as error:
+        read_tools([{"type": "function", "function": {"name": "f"}}], {"type": "x"}, True, places)
+    assert f"a function ({form}) or some (" in str(error.value)
+
+
 @pytest.mark.parametrize(("items", "place"), [
     ([{"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_image"}]}],
      "input[0].content[1] is of type \"input_image\""),
@@ -657,7 +689,18 @@ def test_tokens_that_a_request_has_made_itself_are_not_cached_ones() -> None:
     ([{"role": "user", "content": "a"}, {"type": "function_call", "name": "f", "call_id": "1"},
       {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_file"}]}],
      "input[2].output[0] is of type \"input_file\""),
-    ([{"type": "function_call", "call_id": "1"}], "input[0].name is null; it should be the function's"),
+    ([{"type": "function_call", "call_id": "1"}], "input[0].name is null; it should be a text"),
+    ([{"type": "function_call", "name": "f", "namespace": 5}],
+     "input[0].namespace is 5; it should be a text"),
+    ([{"type": "function_call", "name": "f", "arguments": 5}],
+     "input[0].arguments is 5; it should be a text"),
+    ([{"type": "function_call_output", "call_id": 5, "output": ""}],
+     "input[0].call_id is 5; it should be a text"),
+    ([{"role": "user", "content": [{"type": "input_text"}]}],
+     "input[0].content[0].text is null; it should be a text"),
+    ([{"role": "user", "content": [5]}], "input[0].content[0] is 5; it should be an object with a type"),
+    ([{"type": "item_reference", "id": "1"}],
+     'input[0].type is "item_reference"; it should be one of message, function_call,'),
     ([{"role": "oracle", "content": "a"}], "input[0].role is \"oracle\"; it should be one of"),
     ([], "input is empty; it should have at least one item"),
     ([{"type": "function_call", "name": "f", "arguments": json.dumps([0] * 70000)}],

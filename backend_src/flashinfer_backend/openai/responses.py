@@ -14,7 +14,7 @@ import msgspec
 from starlette.responses import Response
 
 from flashinfer_backend.core.bounds import CONVERSATION
-from flashinfer_backend.core.values import shown
+from flashinfer_backend.core.values import shown, some
 from flashinfer_backend.openai.answer import (
     EventResponse,
     JsonResponse,
@@ -44,6 +44,7 @@ LEFT_OUT = (
 LARK = "custom with a Lark grammar"  # which nothing can keep to inside JSON
 INPUT = "input"  # of a custom tool, the one parameter of the function that the model sees in its place
 CALL_FIELDS = {"function_call": "arguments", "custom_tool_call": INPUT}
+CALL_OUTPUTS = ("function_call_output", "custom_tool_call_output")
 
 
 class Offered(NamedTuple):
@@ -83,6 +84,11 @@ def read_responses(door: Door, body: bytes) -> tuple[ResponsesRequest, str, Turn
     if reasoning:
         raise ApiError(f"reasoning.{next(iter(reasoning))} is not supported", param="reasoning")
     offered = offered_tools(request.tools or [])
+    if request.tools and not offered and request.tool_choice not in (None, "auto", "none"):
+        types = some(sorted({str(left_out(tool)) for tool in request.tools}))
+        raise ApiError(
+            f"tool_choice is set, but this server leaves out all of the tools: {types}", param="tool_choice"
+        )
     conversation = Conversation(
         plain_messages(*messages_of(request, earlier), field="input"),
         read_tools(
@@ -143,22 +149,25 @@ def messages_of(
             messages.append({"role": item.get("role"), "content": item.get("content")})
         elif kind in CALL_FIELDS:
             name, namespace, said = item.get("name"), item.get("namespace"), item.get(CALL_FIELDS[kind])
-            if not isinstance(name, str) or not isinstance(namespace, str | None):
-                told = shown(name)
-                raise ApiError(f"input[{n}].name is {told}; it should be the function's", param="input")
-            if kind == "custom_tool_call":
-                if not isinstance(said, str):
-                    raise ApiError(
-                        f"input[{n}].input is {shown(said)}; it should be a text", param=f"input[{n}].input"
-                    )
+            custom = kind == "custom_tool_call"
+            for field, value, taken in (
+                ("name", name, str),
+                ("namespace", namespace, str | None),
+                (CALL_FIELDS[kind], said, str if custom else str | dict | None),
+            ):
+                if not isinstance(value, taken):
+                    raise _wrong(f"input[{n}].{field}", value, "a text")
+            _check_call_id(item, n)
+            if custom:
                 said = encode({INPUT: said}).decode()
             call = {
                 "id": item.get("call_id"),
                 "type": "function",
-                "function": {"name": flat_name(namespace, name), "arguments": said},
+                "function": {"name": flat_name(namespace, str(name)), "arguments": said},
             }
             _assistant(messages).setdefault("tool_calls", []).append(call)
-        elif kind in ("function_call_output", "custom_tool_call_output"):
+        elif kind in CALL_OUTPUTS:
+            _check_call_id(item, n)
             output = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
             messages.append(output)
         elif kind == "reasoning":
@@ -167,10 +176,13 @@ def messages_of(
             if text:
                 _assistant(messages, new=True)["reasoning_content"] = text
         else:
-            raise ApiError(f"input[{n}] is of type {shown(kind)}, which is not supported", param="input")
-        content = "output" if messages[-1]["role"] == "tool" else "content"
+            known = ", ".join(("message", *CALL_FIELDS, *CALL_OUTPUTS, "reasoning"))
+            raise _wrong(f"input[{n}].type", kind, f"one of {known}")
+        content = "output" if kind in CALL_OUTPUTS else "content"
         if len(messages) > len(places) or kind in CALL_FIELDS:
             places[len(messages) - 1 :] = [Place(f"input[{n}]", f"input[{n}].{content}")]
+    if not messages:
+        raise ApiError("input holds only reasoning without text; it should have a message", param="input")
     merged: list[dict[str, Any]] = []
     merged_places: list[Place] = []
     # Reasoning belongs to the answer that follows it.
@@ -183,6 +195,16 @@ def messages_of(
             merged.append(message)
             merged_places.append(place)
     return merged, merged_places
+
+
+def _wrong(place: str, value: Any, wanted: str) -> ApiError:
+    """Of a value of the request."""
+    return ApiError(f"{place} is {shown(value)}; it should be {wanted}", param=place)
+
+
+def _check_call_id(item: Mapping[str, Any], number: int) -> None:
+    if not isinstance(call_id := item.get("call_id"), str | None):
+        raise _wrong(f"input[{number}].call_id", call_id, "a text")
 
 
 def input_items(request: ResponsesRequest) -> list[dict[str, Any]]:
@@ -199,7 +221,7 @@ def _thought(content: Any, place: str) -> str:
         texts = [part.get("text") if isinstance(part, dict) else None for part in content or []]
     if not all(isinstance(text, str) for text in texts):
         raise ApiError(
-            f'{place} should be a list of parts: {{"type": "reasoning_text", "text": ...}}', param="input"
+            f'{place} should be a list of parts: {{"type": "reasoning_text", "text": ...}}', param=place
         )
     return "".join(texts)
 
@@ -219,7 +241,11 @@ def offered_tools(tools: Sequence[Mapping[str, Any]]) -> list[Offered]:
         kind, inner, place = tool.get("type"), tool.get("tools"), f"tools[{n}]"
         if (reason := left_out(tool)) is not None:
             _log_left_out(reason)
-        elif kind == "namespace" and isinstance(inner, list) and isinstance(tool.get("name"), str):
+        elif kind == "namespace":
+            if not isinstance(tool.get("name"), str):
+                raise _wrong(f"{place}.name", tool.get("name"), "a text")
+            if not isinstance(inner, list):
+                raise _wrong(f"{place}.tools", inner, "a list of functions and custom tools")
             for k, one in enumerate(inner):
                 if not isinstance(one, dict) or one.get("type") not in ("function", "custom"):
                     raise ApiError(f"{place}.tools[{k}] should be a function or a custom tool", param="tools")
@@ -230,11 +256,7 @@ def offered_tools(tools: Sequence[Mapping[str, Any]]) -> list[Offered]:
         elif kind in ("function", "custom"):
             found.append(_offered(tool, None, place))
         else:
-            raise ApiError(
-                f"{place} is of type {shown(kind)}, which is not supported; functions, custom tools and"
-                " namespaces are",
-                param="tools",
-            )
+            raise _wrong(f"{place}.type", kind, "function, custom or namespace")
     return found
 
 
@@ -262,7 +284,10 @@ def _offered(tool: Mapping[str, Any], namespace: str | None, place: str) -> Offe
 def _custom_function(form: Any, place: str) -> dict[str, Any]:
     """The parameters of the function in place of a custom tool whose input has a format. Raises ApiError."""
     text: dict[str, Any] = {"type": "string"}
-    kind = form.get("type") if isinstance(form, dict) else None
+    if form is not None and not isinstance(form, dict):
+        raise _wrong(f"{place}.format", form, "an object with a type")
+    form = form or {"type": "text"}
+    kind = form.get("type")
     if kind == "grammar":
         regex = form.get("definition")
         if form.get("syntax") != "regex" or not isinstance(regex, str):
@@ -274,10 +299,10 @@ def _custom_function(form: Any, place: str) -> dict[str, Any]:
             rust_regex(text["pattern"])
         except GrammarError as error:
             raise ApiError(f"{place}.format.definition: {error}", param="tools") from None
-    elif form is not None and kind != "text":
-        raise ApiError(f"{place}.format.type is {shown(kind)}; it should be text or grammar", param="tools")
+    elif kind != "text":
+        raise _wrong(f"{place}.format.type", kind, "text or grammar")
     known = {"type", "syntax", "definition"} if kind == "grammar" else {"type"}
-    if unknown := sorted((form or {}).keys() - known):
+    if unknown := sorted(form.keys() - known):
         raise ApiError(f"{place}.format.{unknown[0]} is not a field of the format {kind}", param="tools")
     return {
         "strict": kind == "grammar",
@@ -340,10 +365,10 @@ def _guide(request: ResponsesRequest) -> Guide:
     if form is None:
         return guide_of(None, request)
     if not isinstance(form, dict):
-        raise ApiError(f"text.format is {shown(form)}; it should be an object with a type", param="text")
+        raise _wrong("text.format", form, "an object with a type")
     kind = form.get("type")
     if kind not in ("text", "json_object", "json_schema"):
-        raise ApiError(f"text.format.type is {shown(kind)}, which is not supported", param="text")
+        raise _wrong("text.format.type", kind, "text, json_object or json_schema")
     schema = {key: value for key, value in form.items() if key != "type"}
     return guide_of(ResponseFormat(kind, schema or None), request, "text.format")
 

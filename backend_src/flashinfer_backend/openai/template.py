@@ -213,14 +213,20 @@ def _text(content: Any, place: str) -> str:
         raise ApiError(f"{place} should be a string or a list of parts", param=place)
     texts = []
     for n, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get(TEXT_PARTS[kind]) if isinstance(kind, str) and kind in TEXT_PARTS else None
-        if not isinstance(text, str):
+        if not isinstance(part, dict):
+            told = f"{place}[{n}] is {shown(part)}; it should be an object with a type"
+            raise ApiError(told, param=f"{place}[{n}]")
+        kind = part.get("type")
+        if not isinstance(kind, str) or kind not in TEXT_PARTS:
             raise ApiError(
                 f"{place}[{n}] is of type {shown(kind)}; only text is supported: "
                 '{"type": "text", "text": ...}',
                 param=f"{place}[{n}]",
             )
+        field = TEXT_PARTS[kind]
+        if not isinstance(text := part.get(field), str):
+            inner = f"{place}[{n}].{field}"
+            raise ApiError(f"{inner} is {shown(text)}; it should be a text", param=inner)
         texts.append(text)
     return "\n".join(texts)
 

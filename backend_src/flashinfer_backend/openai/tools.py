@@ -80,12 +80,13 @@ def read_tools(
         if choice not in (None, NONE, AUTO):
             raise ApiError("tool_choice is set, but there are no tools", param="tool_choice")
         return Tools()
+    flat = places is not None
     places = places or [f"tools[{n}].function" for n in range(len(tools))]
     functions = [_function(tool, place) for tool, place in zip(tools, places, strict=True)]
     names = [function["name"] for function in functions]
     if len(set(names)) < len(names):
         raise ApiError("two of the tools have the same name", param="tools")
-    chosen, allowed = _choice(choice)
+    chosen, allowed = _choice(choice, flat)
     unknown = {name for name in (*allowed, chosen) if name not in (*names, AUTO, NONE, REQUIRED)}
     if unknown:
         raise ApiError(
@@ -109,7 +110,7 @@ def _function(tool: Mapping[str, Any], place: str) -> dict[str, Any]:
     if tool.get("type") != "function" or not isinstance(function, dict):
         raise ApiError(
             f"{place.removesuffix('.function')} is of type {shown(tool.get('type'))}; only functions are"
-            " supported: {'type': 'function', 'function': {'name': ...}}",
+            ' supported: {"type": "function", "function": {"name": ...}}',
             param="tools",
         )
     name, parameters = function.get("name"), function.get("parameters")
@@ -131,8 +132,9 @@ def _function(tool: Mapping[str, Any], place: str) -> dict[str, Any]:
     return {key: value for key, value in function.items() if key != "strict" and value is not None}
 
 
-def _choice(choice: str | Mapping[str, Any] | None) -> tuple[str, list[str]]:
-    """(the choice or the function's name, the functions that are allowed, empty for all)."""
+def _choice(choice: str | Mapping[str, Any] | None, flat: bool) -> tuple[str, list[str]]:
+    """(the choice or the function's name, the functions that are allowed, empty for all). flat: a function of
+    the request has its name next to its type."""
     if choice is None:
         return AUTO, []
     if isinstance(choice, str):
@@ -147,9 +149,14 @@ def _choice(choice: str | Mapping[str, Any] | None) -> tuple[str, list[str]]:
         names = [_at(tool, "function", "name") for tool in listed] if isinstance(listed, list) else []
         if mode in (AUTO, REQUIRED) and names and all(isinstance(name, str) for name in names):
             return str(mode), names
+    named = '"name": ...' if flat else '"function": {"name": ...}'
+    function = f'{{"type": "function", {named}}}'
+    tools = f'"mode": "auto" or "required", "tools": [{function}, ...]'
+    listed = f'{{"type": "allowed_tools", {tools}}}'
+    if not flat:
+        listed = f'{{"type": "allowed_tools", "allowed_tools": {{{tools}}}}}'
     raise ApiError(
-        "tool_choice should be auto, none, required, or name a function:"
-        " {'type': 'function', 'function': {'name': ...}}",
+        f"tool_choice should be auto, none, required, a function ({function}) or some ({listed})",
         param="tool_choice",
     )
 
