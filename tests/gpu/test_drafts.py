@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from test_engine import SETTINGS, SIZES, TOLERANCE, make_prompts, shortfalls
-from test_triton_drafts import check_ngrams, check_step
+from test_triton_drafts import check_likeliest, check_ngrams, check_places_ahead, check_step
 
 from checkpoints import make_checkpoint
 from engine.harness import serve, start_core
@@ -157,6 +157,11 @@ def test_kernels_of_a_step(rows: int, feeds: int) -> None:
 
 def test_ngrams_are_looked_up() -> None:
     check_ngrams("cuda")
+
+
+def test_heads_get_places_and_choose_tokens() -> None:
+    check_places_ahead("cuda")
+    check_likeliest("cuda")
 
 
 @pytest.mark.parametrize("spoilt", [0.0, 0.3, 1.0])

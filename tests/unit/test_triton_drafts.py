@@ -49,6 +49,47 @@ def check_step(rows: int, feeds: int, where: str) -> None:
         assert torch.equal(plain, kernel.cpu())
 
 
+def check_places_ahead(where: str) -> None:
+    """Some behind a block's end, whose next block the step has fed or not; a row of padding."""
+    from flashinfer_backend.ops import triton_drafts
+
+    table = torch.arange(1, 25, dtype=torch.int32).view(4, 6)
+    table[3] = 0
+    slots, ends = torch.tensor([2, 0, 1, 3]).int(), torch.tensor([1, 3, 4, 6]).int()
+    positions = torch.tensor([13, 14, 15, 30, 7, 9, 0]).int()
+    fed = torch.tensor([32, 9, 17, 0]).int()
+    expected = [[15, 31, 8, 1], [16, 32, 9, 2], [17, 33, 10, 3]]
+    assert torch_ops.places_ahead(positions, ends, slots, fed, table, BLOCK, 3)[0].tolist() == expected
+    for count in (0, 1, 3):
+        given = positions, ends, slots, fed, table
+        plain = torch_ops.places_ahead(*given, BLOCK, count)
+        found = triton_drafts.places_ahead(*(t.to(where) for t in given), BLOCK, count)
+        for own, other in zip(plain, found, strict=True):
+            assert own.shape == (count, 4) and torch.equal(own, other.cpu())
+    # Slot 0 has fed all of its second block, and none of the third; slot 2 one token of its second one.
+    assert plain[1][:, 1].tolist() == [2 * BLOCK + 15, 0, 0]
+    assert plain[1][:, 0].tolist() == [13 * BLOCK + 15, 14 * BLOCK, 14 * BLOCK + 1]
+
+
+def check_likeliest(where: str) -> None:
+    from flashinfer_backend.ops import triton_drafts
+
+    generator = torch.Generator().manual_seed(2)
+    for rows, vocab in ((1, 100), (5, 5000), (3, 2048)):
+        logits = torch.randn(rows, vocab + 16, generator=generator).bfloat16()[:, :vocab]
+        logits[-1] = 3.0  # all alike: the first
+        ids = torch.randperm(vocab, generator=generator).int()
+        for own in (None, ids):
+            plain = torch_ops.likeliest(logits, own)
+            found = triton_drafts.likeliest(logits.to(where), None if own is None else own.to(where))
+            best = logits.float() == logits.float().amax(1, keepdim=True)
+            first = best.int().argmax(1)
+            assert found.tolist() == (first if own is None else own[first]).tolist()
+            assert logits.float()[0, plain[0] if own is None else (own == plain[0]).int().argmax()] == (
+                logits.float()[0].max()
+            )
+
+
 def check_ngrams(where: str) -> None:
     from flashinfer_backend.ops import triton_drafts
 
@@ -88,4 +129,6 @@ def test_kernels_in_the_interpreter() -> None:
 if __name__ == "__main__":
     for shape in ((1, 4), (7, 2), (40, 4), (20, 6)):
         check_step(*shape, "cpu")
+    check_places_ahead("cpu")
+    check_likeliest("cpu")
     check_ngrams("cpu")

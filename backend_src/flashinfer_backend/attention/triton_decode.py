@@ -156,9 +156,6 @@ def _decode(
     if lengths is not None:
         # This too was written before the previous kernel started. The length of padding is 0.
         length = tl.maximum(tl.load(lengths + slot) + ahead, 1)
-        end = tl.minimum(end, length)
-        if WINDOW:  # blocks that no query sees may be those of another row by now
-            start = tl.maximum(start, length - fed + 1 - WINDOW)
     TOKEN: tl.constexpr = KV_HEADS * DIM
     BYTES: tl.constexpr = k_cache.dtype.element_ty.primitive_bitwidth // 8
     GROUP_SIZE: tl.constexpr = HEADS // KV_HEADS
@@ -180,6 +177,10 @@ def _decode(
             "cp.async.bulk.prefetch.L2.global [$1], $2; // $0", "=r,l,r",
             [(v_cache + early_place).to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
+    if lengths is not None:  # only here: what is pulled into L2 need not wait for the length
+        end = tl.minimum(end, length)
+        if WINDOW:  # blocks that no query sees may be those of another row by now
+            start = tl.maximum(start, length - fed + 1 - WINDOW)
     gdc_wait()
     group = tl.arange(0, GROUP)
     if FEEDS == 1:

@@ -23,8 +23,10 @@ from flashinfer_backend.ops.triton_delta import delta_net
 from flashinfer_backend.ops.triton_drafts import (
     accept,
     draft_inputs,
+    likeliest,
     ngram_drafts,
     note_tokens,
+    places_ahead,
     record_tokens,
 )
 from flashinfer_backend.ops.triton_fp8 import Norm
@@ -42,12 +44,14 @@ __all__ = [
     "experts_add",
     "group_adapters",
     "keep_allowed",
+    "likeliest",
     "linear",
     "linear_add",
     "ngram_drafts",
     "norm_gate_up_silu",
     "norm_linear",
     "note_tokens",
+    "places_ahead",
     "record_tokens",
     "rms_norm",
     "rope_and_store",

@@ -399,6 +399,37 @@ def accept(
     return counts, ends
 
 
+def places_ahead(
+    positions: Tensor,
+    ends: Tensor,
+    slots: Tensor,
+    fed_lengths: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    count: int,
+) -> tuple[Tensor, Tensor]:
+    """Where the `count` tokens behind each sampling row's last kept one stand: (positions, cache_locations),
+    int32 [count, s] each; in the dummy block 0 where a step has fed no token of their block, which may not
+    be theirs.
+
+    positions: int32 [T], of a step's tokens; ends: int32 [s], of which the last kept ones are; slots int32
+    [s]; fed_lengths: int32 [slots + 1], tokens in the cache with all that the step has fed.
+    """
+    ahead = torch.arange(1, count + 1, dtype=torch.int32, device=slots.device)
+    found = positions[ends] + ahead.unsqueeze(1)
+    columns, known = found // block_size, (fed_lengths[slots] - 1) // block_size
+    blocks = block_table[slots, torch.minimum(columns, known.clamp(min=0))]
+    locations = torch.where(columns > known, 0, blocks * block_size + found % block_size)
+    return found, locations
+
+
+def likeliest(logits: Tensor, ids: Tensor | None = None) -> Tensor:
+    """The first of the largest logits of each row [R, V], int32 [R]: its place, or what ids (int32 [V]) has
+    there."""
+    best = logits.argmax(-1)
+    return best.int() if ids is None else ids[best]
+
+
 def record_tokens(
     history: Tensor, fed: tuple[Tensor, Tensor, Tensor], slots: Tensor, lengths: Tensor, last_token: Tensor
 ) -> None:

@@ -15,6 +15,7 @@ _ROWS = 16  # of a program
 _TOKENS = 128
 _SPAN = 4096  # tokens that a program looks through
 _TILE = 1024
+_LOGITS = 2048  # of a program
 
 
 # What is a part of an upload is aligned as the number of rows is.
@@ -115,6 +116,83 @@ def accept(
         DRAFTS=most, PADDED=triton.next_power_of_2(most + 1), ROWS=_ROWS, num_warps=1,
     )  # fmt: skip
     return counts, ends
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["positions", "ends", "slots"])
+def _places_ahead(
+    positions, ends, slots, fed_lengths, block_table, found, locations, rows, table_stride,
+    COUNT: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[None, :]
+    turn = tl.arange(0, PADDED)[:, None]
+    valid = row < rows
+    slot = tl.load(slots + row, mask=valid, other=0).to(tl.int64)
+    last = tl.load(positions + tl.load(ends + row, mask=valid, other=0), mask=valid, other=0)
+    fed = tl.load(fed_lengths + slot, mask=valid, other=0)
+    position = last + 1 + turn
+    column = position // BLOCK_SIZE
+    inside = valid & (turn < COUNT)
+    known = inside & (column * BLOCK_SIZE < fed)
+    block = tl.load(block_table + slot * table_stride + column, mask=known, other=0)
+    location = tl.where(known, block * BLOCK_SIZE + position % BLOCK_SIZE, 0)
+    tl.store(found + turn * rows + row, position, mask=inside)
+    tl.store(locations + turn * rows + row, location, mask=inside)
+
+
+def places_ahead(
+    positions: Tensor,
+    ends: Tensor,
+    slots: Tensor,
+    fed_lengths: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    count: int,
+) -> tuple[Tensor, Tensor]:
+    """See ops.torch_ops.places_ahead."""
+    rows = slots.shape[0]
+    found, locations = (torch.empty((count, rows), dtype=torch.int32, device=slots.device) for _ in range(2))
+    if count:
+        _places_ahead[(triton.cdiv(rows, _ROWS),)](
+            positions, ends, slots, fed_lengths, block_table, found, locations, rows, block_table.stride(0),
+            COUNT=count, PADDED=triton.next_power_of_2(count), BLOCK_SIZE=block_size, ROWS=_ROWS, num_warps=1,
+        )  # fmt: skip
+    return found, locations
+
+
+@triton.jit(do_not_specialize=["vocab"])
+def _best_of_block(logits, scores, places, vocab, stride, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    score = tl.load(logits + row * stride + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+    best = tl.max(score, axis=0)
+    tl.store(scores + row * BLOCKS + block, best)
+    tl.store(places + row * BLOCKS + block, tl.min(tl.where(score == best, token, vocab - 1), axis=0))
+
+
+@triton.jit
+def _best_of_row(scores, places, ids, out, BLOCKS: tl.constexpr, PADDED: tl.constexpr):
+    row = tl.program_id(0)
+    block = tl.arange(0, PADDED)
+    score = tl.load(scores + row * BLOCKS + block, mask=block < BLOCKS, other=float("-inf"))
+    token = tl.load(places + row * BLOCKS + tl.argmax(score, axis=0, tie_break_left=True))
+    if ids is not None:
+        token = tl.load(ids + token)
+    tl.store(out + row, token)
+
+
+def likeliest(logits: Tensor, ids: Tensor | None = None) -> Tensor:
+    """See ops.torch_ops.likeliest."""
+    rows, vocab = logits.shape
+    blocks = triton.cdiv(vocab, _LOGITS)
+    scores = torch.empty((rows, blocks), dtype=torch.float32, device=logits.device)
+    places, out = (torch.empty(n, dtype=torch.int32, device=logits.device) for n in (rows * blocks, rows))
+    if rows:
+        _best_of_block[(rows, blocks)](
+            logits, scores, places, vocab, logits.stride(0), BLOCKS=blocks, BLOCK=_LOGITS, num_warps=8
+        )
+        padded = triton.next_power_of_2(blocks)
+        _best_of_row[(rows,)](scores, places, ids, out, BLOCKS=blocks, PADDED=padded, num_warps=1)
+    return out
 
 
 @triton.jit(do_not_specialize=["count", "columns"], do_not_specialize_on_alignment=["slots"])

@@ -143,7 +143,7 @@ class Head(nn.Module):
             logits = ops.linear_add(hidden, self.lm_head, None)
         else:
             logits = ops.norm_linear(hidden, self.final_norm, spec.norm_eps, self.lm_head, None)
-        return self.ids[logits.argmax(-1)], hidden
+        return ops.likeliest(logits, self.ids), hidden
 
     def load(self, folder: Path, load_format: str = "auto") -> None:
         """Fill the weights from a checkpoint's folder; load_format and errors as load_weights'."""

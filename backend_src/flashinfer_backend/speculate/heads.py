@@ -46,6 +46,7 @@ class HeadProposer:
 
     def __init__(self, head: DraftHead, target: Transformer, count: int) -> None:
         self.head, self.count, self.layers = head, count, head.taken
+        self._ops = target.ops
         self.cache_layers, self._first = len(head.layers), len(target.spec.attentions)
         # Keys and values of a second layer follow from the first one's attention.
         self.defers = self.cache_layers == 1
@@ -59,14 +60,11 @@ class HeadProposer:
             head.store(*fed)
             return step.ends.new_empty((len(step.ends), count))
         token, hidden = head.guess(head(*fed, step.ends))
-        drafts, size, slots = [token], state.block_size, step.sample_slots
+        drafts = [token]
         # What the step has fed has blocks, and what is drafted may have none yet: that is not stored.
-        last = torch.zeros_like(state.lengths).scatter_reduce_(0, step.slots.long(), step.positions, "amax")
-        ahead = torch.arange(1, count, dtype=torch.int32, device=slots.device)
-        positions = step.positions[step.ends] + ahead.unsqueeze(1)
-        columns, known = positions // size, last[slots] // size
-        blocks = state.block_table[slots, torch.minimum(columns, known)]
-        locations = torch.where(columns > known, 0, blocks * size + positions % size)
+        rows = step.positions, step.ends, step.sample_slots, step.fed_lengths
+        places_ahead = self._ops.places_ahead
+        positions, locations = places_ahead(*rows, state.block_table, state.block_size, count - 1)
         for index in range(count - 1):
             attend = self._attention(step.decode(index + 1))
             places = Places(positions[index], locations[index], caches, attend)

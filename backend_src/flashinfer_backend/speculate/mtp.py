@@ -85,9 +85,9 @@ class MtpHead(nn.Module):
         hidden = ops.rms_norm(hidden, self.final_norm, self.spec.norm_eps)
         logits, collectives = ops.linear(hidden, target.lm_head), target.collectives
         if self.spec.shard.size == 1:
-            return logits[:, : self.spec.vocab_size].argmax(-1).int(), hidden
+            return ops.likeliest(logits[:, : self.spec.vocab_size]), hidden
         logits = collectives.gather_columns(logits, self.spec.vocab_size)
-        return collectives.broadcast(logits.argmax(-1).int()), hidden  # of rank 0, which has all columns
+        return collectives.broadcast(ops.likeliest(logits)), hidden  # of rank 0, which has all columns
 
     def load(self, folder: Path, load_format: str = "auto") -> None:
         """Fill the weights from the target's folder; load_format and errors as load_weights'."""

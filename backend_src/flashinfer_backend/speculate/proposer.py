@@ -27,6 +27,7 @@ class DraftStep(NamedTuple):
     hidden: Tensor | None  # [T, len(layers) * H], outputs of the proposer's layers, side by side
     ends: Tensor  # int32 [s], place in T of each sampling row's last kept token
     sample_slots: Tensor  # int32 [s]
+    fed_lengths: Tensor  # int32 [slots + 1], tokens in the cache with all that the step has fed
     # Of this step's rows, for layers behind the target's. None: the tokens are those of earlier steps.
     attention: Prepared | None
     # Attention of one query a sampling row, which sees the row's kept tokens and n behind them: decode(n).

@@ -100,7 +100,7 @@ class Drafting:
                 )
             )
 
-        self.propose(fed, follow, slots, ends, decode, plan.drafts)
+        self.propose(fed, follow, slots, ends, state.fed_lengths, decode, plan.drafts)
         return counts
 
     def defer(self, slots: np.ndarray, noted: bool) -> None:
@@ -141,6 +141,7 @@ class Drafting:
             hidden=state.noted[noted.flatten()],
             ends=none,
             sample_slots=none,
+            fed_lengths=state.lengths,
             attention=None,
             decode=_no_attention,
         )
@@ -166,6 +167,7 @@ class Drafting:
         next_tokens: Tensor | None,
         slots: Tensor,
         ends: Tensor,
+        fed_lengths: Tensor,
         decode: Callable[[int], Prepared],
         count: int,
     ) -> None:
@@ -184,6 +186,7 @@ class Drafting:
             hidden=fed.hidden,
             ends=ends,
             sample_slots=slots,
+            fed_lengths=fed_lengths,
             attention=fed.attention,
             decode=decode,
         )

@@ -416,7 +416,9 @@ class DecodeGraphs:
         hidden = torch.cat(tapped, dim=1) if tapped else None
         own = Fed(input_ids, owners, positions, cache_locations, step.attention, hidden)
         ahead = functools.partial(step.attention.ahead, lengths=state.lengths)
-        self._drafting.propose(own, sampled, slots, ends, ahead, count)
+        # Only steps with drafts note how much they have fed: of others all is kept.
+        lengths = state.lengths if step.feeds == 1 else state.fed_lengths
+        self._drafting.propose(own, sampled, slots, ends, lengths, ahead, count)
         return counts
 
 

@@ -23,6 +23,7 @@ from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.draft_counts import draft_counts
 from flashinfer_backend.core.progress import telling
 from flashinfer_backend.core.tuned import steps
+from flashinfer_backend.models.hf.eagle3 import Eagle3Spec
 from flashinfer_backend.models.spec import Experts, ModelSpec, Product
 from flashinfer_backend.ops import device
 from flashinfer_backend.ops.fp8 import E4M3
@@ -222,6 +223,8 @@ def call_operations(
         _call_delta_net(config.max_num_seqs, drafts, model, empty)
     if drafts:
         _call_drafts(config, words, table, last_token)
+    if drafter is not None:
+        _call_head(config, drafter, empty, words, table, last_token)
 
 
 def _call_delta_net(most: int, drafts: int, model: ModelSpec, empty: Callable[..., Tensor]) -> None:
@@ -269,6 +272,24 @@ def _call_drafts(config: EngineConfig, words: Callable[..., Tensor], table: Tens
         sizes = config.max_matching_ngram_size, config.min_matching_ngram_size
         for count in draft_counts(1, config.max_draft_len):
             triton_drafts.ngram_drafts(history, tokens, by_slot, count, *sizes)
+
+
+def _call_head(
+    config: EngineConfig,
+    head: ModelSpec,
+    empty: Callable[..., Tensor],
+    words: Callable[..., Tensor],
+    table: Tensor,
+    by_slot: Tensor,
+) -> None:
+    """What a head's drafts take besides its layers."""
+    from flashinfer_backend.ops import triton_drafts
+
+    for count in draft_counts(1, config.max_draft_len):
+        rows = words(4), words(4), words(4), by_slot, table
+        triton_drafts.places_ahead(*rows, config.tokens_per_block, count - 1)
+    known, _ = head.head.shape
+    triton_drafts.likeliest(empty(4, known), words(known) if isinstance(head, Eagle3Spec) else None)
 
 
 def _around(product: Product, model: ModelSpec, tokens: int, empty: Callable[..., Tensor]) -> dict[str, Any]:
