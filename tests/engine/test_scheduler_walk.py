@@ -219,10 +219,10 @@ TestEvents.settings = settings(
 @pytest.mark.parametrize("kind", some(KINDS, ["qwen3.5", "gemma3"]))
 def test_answers_in_walks_of_real_models_are_those_of_requests_alone(kind: str) -> None:
     """With states and with windows; drafts, preempted sequences and prefixes among them."""
-    counts = walk_model(kind, 0, seed=611, length=40, episodes=4)
-    assert counts["whole answers"] > 30 and counts["preemptions"] and counts["accepted drafts"] > 10
-    assert counts["prompt tokens from the cache"] > 500 and counts["failed steps"]
-    assert kind == "gemma3" or counts["restored states"] > 20
+    counts = walk_model(kind, 0, seed=611, length=50, episodes=4)
+    assert counts["whole answers"] > 40 and counts["preemptions"] and counts["accepted drafts"] > 20
+    assert counts["prompt tokens from the cache"] > 1000 and counts["failed steps"]
+    assert bool(counts["restored states"]) == kind.startswith(("qwen3.5", "qwen3-next"))
 
 
 def test_a_mixed_load_on_a_real_engine_keeps_every_invariant() -> None:
