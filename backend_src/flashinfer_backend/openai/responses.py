@@ -248,7 +248,9 @@ def offered_tools(tools: Sequence[Mapping[str, Any]]) -> list[Offered]:
                 raise _wrong(f"{place}.tools", inner, "a list of functions and custom tools")
             for k, one in enumerate(inner):
                 if not isinstance(one, dict) or one.get("type") not in ("function", "custom"):
-                    raise ApiError(f"{place}.tools[{k}] should be a function or a custom tool", param="tools")
+                    inner_place = f"{place}.tools[{k}]"
+                    told = f"{inner_place} should be a function or a custom tool"
+                    raise ApiError(told, param=inner_place)
                 if (reason := left_out(one)) is not None:
                     _log_left_out(reason)
                 else:
