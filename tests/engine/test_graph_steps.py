@@ -21,7 +21,7 @@ from flashinfer_backend.attention.prefixes import PREFIX_WORDS, PrefixTiles
 from flashinfer_backend.attention.torch_paged import TorchPagedAttention
 from flashinfer_backend.cache.device import KVCache
 from flashinfer_backend.core.sampling_params import SamplingParams
-from flashinfer_backend.worker import prefixes
+from flashinfer_backend.worker import graphs, prefixes
 from flashinfer_backend.worker.device_state import DeviceState
 from flashinfer_backend.worker.graphs import DecodeGraphs
 from replayed import ReplayedCapture
@@ -194,6 +194,22 @@ def test_steps_of_graphs_give_the_tokens_of_steps_without(blocks: int, tmp_path:
         assert not blocks or core.scheduler.preemptions
     assert capture.replays > 50
     assert produced[0] == produced[1]
+
+
+def test_steps_are_timed_behind_a_context(monkeypatch: Any) -> None:
+    core = start_core(Path("bundled"), speculative_method="ngram", max_draft_len=3, tokens_per_block=16)
+    replayed(core.runner)
+    lengths, seen = core.runner.state.lengths, []
+
+    def timed(replay: Any) -> float:
+        replay()
+        seen.append(int(lengths[0]) - graphs.TIMED_CONTEXT)
+        return 1.0
+
+    monkeypatch.setattr(graphs, "replay_seconds", timed)
+    costs = core.runner.graphs.step_seconds()
+    assert all(1 <= kept <= 1 + count for kept, (_, count) in zip(seen, costs, strict=True))
+    assert (8, 3) in costs and (1, 0) in costs and not lengths.any()
 
 
 DOCUMENTS = [[0, *range(40 + 500 * i, 40 + 500 * i + 150 + 70 * i)] for i in range(3)]

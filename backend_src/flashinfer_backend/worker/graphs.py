@@ -48,6 +48,7 @@ COLUMNS = 5  # int32 words per row of a graph's input, besides attention's and a
 MIXED_SIZES = [8, 16, 24, 32, 48, *range(64, 512, 16), *range(512, 1025, 32)]
 LARGEST_SHARING = 512  # tokens of a mixed step whose decode rows read shared prefixes once
 TIMED_REPLAYS = 10
+TIMED_CONTEXT = 512  # tokens in front of timed steps: attention of several tokens a row grows faster with it
 
 
 class GraphCapture:
@@ -229,11 +230,14 @@ class DecodeGraphs:
         tokens = torch.randint(state.model.spec.vocab_size, state.last_token.shape, device=state.device)
         drafts = torch.randint(state.model.spec.vocab_size, state.drafts.shape, device=state.device)
         each = np.arange(size, dtype=np.int32)
-        plan = _decodes(each, np.full(size, feeds, np.int32))
+        # In block 0 alone. States of layers have seen none.
+        context = min(TIMED_CONTEXT, state.max_blocks * state.block_size // 2)
+        context = context if state.states is None else 0
+        plan = _decodes(each, np.full(size, feeds, np.int32), context)
         self._upload(plan, size, feeds, step.inputs, step.attention)
 
         def replay() -> None:
-            state.lengths.zero_()
+            state.lengths[:-1] = context
             state.last_token.copy_(tokens)
             state.drafts.copy_(drafts)
             step.graph.replay()
@@ -637,10 +641,11 @@ class MixedGraphs:
         return FullStep(rows, graph, attention, stream)
 
 
-def _decodes(slots: np.ndarray, lengths: np.ndarray) -> StepPlan:
-    """Greedy decode rows of as many tokens, of sequences without any in the cache."""
+def _decodes(slots: np.ndarray, lengths: np.ndarray, context: int = 0) -> StepPlan:
+    """Greedy decode rows of as many tokens, of sequences with `context` tokens in the cache."""
     feeds = np.where(lengths > 1, Feeds.LAST_AND_DRAFTS, Feeds.LAST)
-    return greedy_plan(slots, 0, lengths, feeds, wants=np.where(lengths > 1, Wants.NEXT_OF_EACH, Wants.NEXT))
+    wants = np.where(lengths > 1, Wants.NEXT_OF_EACH, Wants.NEXT)
+    return greedy_plan(slots, context, lengths, feeds, wants=wants)
 
 
 def replay_seconds(replay: Callable[[], object]) -> float:
