@@ -148,11 +148,10 @@ def _decode(
     if FEEDS > 1:
         fed = tl.load(items + item * 8 + 6)
         place = tl.load(items + item * 8 + 7) if RAGGED else row * FEEDS
-    shared, shared_first, alone = 0, 0, count == 1
+    shared, shared_first = 0, 0
     if SHARED:
         shared = tl.load(items + item * 8 + 6)
         shared_first = tl.load(items + item * 8 + 7)
-        alone = (count == 1) & (shared == 0)
     if lengths is not None:
         # This too was written before the previous kernel started. The length of padding is 0.
         length = tl.maximum(tl.load(lengths + slot) + ahead, 1)
@@ -236,7 +235,21 @@ def _decode(
         peak = new_peak
     if BYTES == 1:
         acc = tl.join(even, odd).reshape(GROUP, DIM)
-    if alone:
+    if SHARED:
+        # A row's only part takes in what the row shares without a way through memory.
+        for part in tl.range(0, tl.where(count == 1, shared, 0)):
+            from_part = ((shared_first + part) * KV_HEADS + head).to(tl.int64) * GROUP_SIZE + group
+            own = group < GROUP_SIZE
+            part_peak = tl.load(part_max + from_part, mask=own, other=float("-inf"), cache_modifier=".cg")
+            part_total = tl.load(part_sum + from_part, mask=own, other=0.0, cache_modifier=".cg")
+            sums = part_out + from_part[:, None] * DIM + dims[None, :]
+            part_acc = tl.load(sums, mask=own[:, None], other=0.0, cache_modifier=".cg")
+            new_peak = tl.maximum(peak, part_peak)
+            decay, weight = tl.exp2(peak - new_peak), tl.exp2(part_peak - new_peak)
+            total = total * decay + part_total * weight
+            acc = acc * decay[:, None] + part_acc * weight[:, None]
+            peak = new_peak
+    if count == 1:
         if sinks is not None:
             own_sinks = sinks + head * GROUP_SIZE + group % GROUP_SIZE
             total += _sink(own_sinks, group < FEEDS * GROUP_SIZE, peak)
