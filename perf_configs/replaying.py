@@ -4,9 +4,8 @@ does.
 
 Random weights say nothing that a drafter could guess. So the target is given an embedding and an output
 projection by which the next token follows from the last one alone, whatever its layers add: greedy answers go
-round the vocabulary in a known order, by a wide margin. The drafts are that order, each spoilt with the
-probability that makes a step's tokens `accepted` on average. The head runs in full, and its guesses are
-dropped.
+round the vocabulary in a known order, by a wide margin. The drafts are that order, spoilt from one of them on
+so that a step's tokens are `accepted` on average. The head runs in full, and its guesses are dropped.
 """
 
 from __future__ import annotations
@@ -59,21 +58,27 @@ class Replaying:
         for _ in range(count - 1):
             steps.append(follows[steps[-1].long()])
         self._drafts = torch.stack(steps, 1).to(model.device)  # int32 [V, count]
-        self._chance = torch.rand(ROUNDS, count, generator=generator).to(model.device)
-        self._spoilt = torch.empty_like(self._chance, dtype=torch.bool)
+        # Spread evenly over any run of steps, so that short measurements have the set length.
+        turns = torch.arange(ROUNDS, dtype=torch.float64)
+        self._chance = (turns * (5**0.5 - 1) / 2 % 1).unsqueeze(1).to(model.device)
+        self._spoilt = torch.empty((ROUNDS, count), dtype=torch.bool, device=model.device)
+        self._turn = torch.zeros(1, dtype=torch.int32, device=model.device)  # of the steps with drafts
         self._vocab = len(follows)
         self.accept(accepted)
 
     def accept(self, accepted: float) -> None:
         """Have steps keep that many tokens on average from now on."""
-        self._spoilt.copy_(self._chance >= share_kept(self.count, accepted))
+        share = share_kept(self.count, accepted)
+        kept = share ** torch.arange(1, self.count + 1, device=self._chance.device)
+        self._spoilt.copy_(self._chance >= kept)
 
     def propose(self, step: DraftStep, state: Slots, count: int) -> Tensor:
         if self._head is not None:
             self._head.propose(step, state, count)
         slots = step.sample_slots
         drafts = self._drafts[state.last_token[slots], :count]
-        rounds = (state.lengths[slots] + 977 * slots) % ROUNDS
+        self._turn += 1
+        rounds = (self._turn + 977 * slots) % ROUNDS
         wrong = self._spoilt[rounds, :count]
         return torch.where(wrong, (drafts + 1) % self._vocab, drafts)
 
