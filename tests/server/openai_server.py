@@ -6,21 +6,19 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
-import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from email.message import Message
 from pathlib import Path
 from typing import Any
 
 import psutil
-from running import START_S, TIMEOUT_S, files_below, wait_for
+from running import TIMEOUT_S, Launched, while_ready
 
 from flashinfer_backend.core.paths import resolve_model_dir
 from ports import free_ports
@@ -65,36 +63,23 @@ def model_with_template(folder: Path) -> Path:
     return copy
 
 
-class OpenAiServer:
+class OpenAiServer(Launched):
     """`parent` is the process of flashinfer_backend.openai. Knobs may stand before other arguments."""
 
     def __init__(self, model: Path | str, folder: Path, *arguments: str, **environment: str) -> None:
         (port,) = free_ports(1)
         self.url = f"http://127.0.0.1:{port}"
         self.port = port
-        self.log_path = folder / f"openai-{port}.log"
-        self.runs = Path(tempfile.mkdtemp(prefix="runs-"))  # unix sockets take no long paths
         settings = ["device=cpu", "max_tokens_in_paged_kv_cache=32768", "max_num_seqs=64"]
         given = {argument.partition("=")[0] for argument in arguments}
         settings = [knob for knob in settings if knob.partition("=")[0] not in given]
         command = [sys.executable, "-m", "flashinfer_backend.openai", "--model", str(model)]
         command += ["--port", str(port), "--set", *settings, *arguments]
-        env = {**os.environ, "XDG_RUNTIME_DIR": str(self.runs), "OMP_NUM_THREADS": "1", **environment}
-        with self.log_path.open("w") as log:
-            self.parent = psutil.Popen(
-                command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
+        super().__init__(command, folder / f"openai-{port}.log", **environment)
+        self.parent = self.launcher
 
-    @property
-    def log(self) -> str:
-        return self.log_path.read_text(errors="replace")
-
-    def wait_ready(self) -> None:
-        def ready() -> bool:
-            assert self.parent.poll() is None, f"the server ended:\n{self.log[-5000:]}"
-            return "OpenAI API ready" in self.log
-
-        wait_for(ready, "the OpenAI API to be ready", START_S)
+    def ready(self) -> bool:
+        return "OpenAI API ready" in self.log
 
     def call(self, path: str, body: Any = None, key: str | None = None) -> tuple[int, Message, Any]:
         """Status, headers and JSON (or text) of an answer; a POST if there is a body."""
@@ -153,20 +138,6 @@ class OpenAiServer:
         (record,) = self.runs.glob("flashinfer-backend-*/*-openai/engine.json")
         return psutil.Process(json.loads(record.read_text())["pid"])
 
-    def commands(self) -> dict[psutil.Process, str]:
-        """The engine, with its tee and its ranks, by command line; zombies do not count."""
-        found = {}
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                line = " ".join(process.cmdline())
-                if str(self.runs) in line and process.status() != psutil.STATUS_ZOMBIE:
-                    found[process] = line
-        return found
-
-    def leftovers(self) -> list[str]:
-        """What is left of the server: processes, files of the run directory."""
-        return files_below(self.runs) + [f"{process.pid} {line}" for process, line in self.commands().items()]
-
     def close(self) -> None:
         """Kills what is left of it, which takes no time: how the API ends is asked by tests of its own."""
         children = self.parent.children() if self.parent.poll() is None else []
@@ -177,17 +148,11 @@ class OpenAiServer:
         shutil.rmtree(self.runs, ignore_errors=True)
 
 
-@contextlib.contextmanager
 def openai_running(
     model: Path | str, folder: Path, *arguments: str, **environment: str
-) -> Iterator[OpenAiServer]:
+) -> AbstractContextManager[OpenAiServer]:
     """A server that is ready."""
-    server = OpenAiServer(model, folder, *arguments, **environment)
-    try:
-        server.wait_ready()
-        yield server
-    finally:
-        server.close()
+    return while_ready(OpenAiServer(model, folder, *arguments, **environment))
 
 
 def events(text: str) -> list[Any]:

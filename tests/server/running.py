@@ -17,9 +17,10 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from email.message import Message
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import zmq
@@ -58,8 +59,69 @@ def files_below(folder: Path) -> list[str]:
     return [str(Path(at) / name) for at, folders, files in os.walk(folder) for name in (*folders, *files)]
 
 
-class Server:
-    """`launcher` is the process of flashinfer_backend.serve, in a session of its own."""
+class Launched:
+    """A server that was started in a session and with run directories of its own. `launcher`: its process."""
+
+    def __init__(self, command: Sequence[str], log_path: Path, **environment: str) -> None:
+        self.log_path = log_path
+        self.runs = Path(tempfile.mkdtemp(prefix="runs-"))  # unix sockets take no long paths
+        env = {**os.environ, "XDG_RUNTIME_DIR": str(self.runs), "OMP_NUM_THREADS": "1", **environment}
+        with log_path.open("w") as log:
+            self.launcher = psutil.Popen(
+                command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def wait_ready(self) -> None:
+        def ready() -> bool:
+            assert self.launcher.poll() is None, f"the server ended:\n{self.log[-5000:]}"
+            return self.ready()
+
+        wait_for(ready, "the server to be ready", START_S)
+
+    def ready(self) -> bool:
+        raise NotImplementedError
+
+    def owns(self, process: psutil.Process, line: str) -> bool:
+        """Whether a process with this command line is one of the server's."""
+        return str(self.runs) in line
+
+    def commands(self) -> dict[psutil.Process, str]:
+        """The server's processes by command line; zombies do not count."""
+        found = {}
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                line = " ".join(process.cmdline())
+                if self.owns(process, line) and process.status() != psutil.STATUS_ZOMBIE:
+                    found[process] = line
+        return found
+
+    def leftovers(self) -> list[str]:
+        """What is left of the server: processes, files of the run directory."""
+        return [f"{process.pid} {line}" for process, line in self.commands().items()] + files_below(self.runs)
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+Started = TypeVar("Started", bound=Launched)
+
+
+@contextlib.contextmanager
+def while_ready(server: Started) -> Iterator[Started]:
+    """The server once it is ready; it is closed at the end."""
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.close()
+
+
+class Server(Launched):
+    """`launcher` is the process of flashinfer_backend.serve."""
 
     def __init__(
         self, repository: Path, folder: Path, command: list[str] | None = None, options: Sequence[str] = ()
@@ -69,8 +131,6 @@ class Server:
         http, grpc, self.metrics_port = free_ports(3)
         self.url, self.grpc = f"http://127.0.0.1:{http}", f"127.0.0.1:{grpc}"
         self.shm_prefix = f"fib{uuid.uuid4().hex[:8]}_"
-        self.log_path = folder / "server.log"
-        self.runs = Path(tempfile.mkdtemp(prefix="runs-"))  # unix sockets take no long paths
         shm = ["--backend-config", f"python,shm-region-prefix-name={self.shm_prefix}"]
         self._by_serve = command is None
         if command is None:
@@ -85,26 +145,11 @@ class Server:
             command += ["--http-port", "{http}", "--grpc-port", "{grpc}", "--metrics-port", "{metrics}"]
             command += ["--shm-prefix", self.shm_prefix, *options, "--"]
         ports = {"http": http, "grpc": grpc, "metrics": self.metrics_port}
-        env = {**os.environ, "XDG_RUNTIME_DIR": str(self.runs), "OMP_NUM_THREADS": "1"}
-        with self.log_path.open("w") as log:
-            self.launcher = psutil.Popen(
-                [word.format(**ports) for word in command] + shm,
-                env=env,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    @property
-    def log(self) -> str:
-        return self.log_path.read_text(errors="replace")
+        words = [word.format(**ports) for word in command]
+        super().__init__([*words, *shm], folder / "server.log")
 
     def wait_ready(self) -> None:
-        def ready() -> bool:
-            assert self.launcher.poll() is None, f"the server ended:\n{self.log[-5000:]}"
-            return self.ready()
-
-        wait_for(ready, "the server to be ready", START_S)
+        super().wait_ready()
         if self._by_serve:  # from then on it watches what may die
             wait_for(lambda: "Ready. Try" in self.log, "serve to notice")
 
@@ -159,16 +204,9 @@ class Server:
         finally:
             watching.close()
 
-    def commands(self) -> dict[psutil.Process, str]:
-        """tritonserver, its stubs, the engine and its keeper by command line; zombies do not count."""
-        found = {}
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                line = " ".join(process.cmdline())
-                mine = self.shm_prefix in line or str(self.runs) in line
-                if mine and process.status() != psutil.STATUS_ZOMBIE:
-                    found[process] = line
-        return found
+    def owns(self, process: psutil.Process, line: str) -> bool:
+        """tritonserver, its stubs, the engine and its keeper."""
+        return self.shm_prefix in line or super().owns(process, line)
 
     def matching(self, part: str) -> list[psutil.Process]:
         """The processes whose command line holds `part`."""
@@ -184,10 +222,8 @@ class Server:
         return int(json.loads((self.run_dir / "engine.json").read_text())["pid"])
 
     def leftovers(self) -> list[str]:
-        """What is left of the server: processes, shared memory, files of the run directory."""
-        left = [f"{process.pid} {line}" for process, line in self.commands().items()]
-        left += [str(path) for path in Path("/dev/shm").glob(f"{self.shm_prefix}*")]
-        return left + files_below(self.runs)
+        """Its shared memory as well."""
+        return super().leftovers() + [str(path) for path in Path("/dev/shm").glob(f"{self.shm_prefix}*")]
 
     def interrupt(self) -> int:
         """Ctrl-C: SIGINT to the launcher's process group. Returns its exit status."""
@@ -242,41 +278,25 @@ class BothDoors(Server):
         except OSError:
             return 0, b""
 
-    def commands(self) -> dict[psutil.Process, str]:
-        """The API's processes, too, whose command lines do not tell whose they are."""
-        found = super().commands()
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                line = " ".join(process.cmdline())
-                mine = "flashinfer_backend.openai" in line
-                mine = mine and process.environ().get("XDG_RUNTIME_DIR") == str(self.runs)
-                if mine and process.status() != psutil.STATUS_ZOMBIE:
-                    found[process] = line
-        return found
+    def owns(self, process: psutil.Process, line: str) -> bool:
+        """The API's processes as well, whose command lines do not tell whose they are."""
+        if "flashinfer_backend.openai" in line:
+            return process.environ().get("XDG_RUNTIME_DIR") == str(self.runs)
+        return super().owns(process, line)
 
 
-@contextlib.contextmanager
-def both_running(repository: Path, folder: Path, options: Sequence[str] = ()) -> Iterator[BothDoors]:
+def both_running(
+    repository: Path, folder: Path, options: Sequence[str] = ()
+) -> AbstractContextManager[BothDoors]:
     """A server with both doors that is ready."""
-    server = BothDoors(repository, folder, options)
-    try:
-        server.wait_ready()
-        yield server
-    finally:
-        server.close()
+    return while_ready(BothDoors(repository, folder, options))
 
 
-@contextlib.contextmanager
 def running(
     repository: Path, folder: Path, command: list[str] | None = None, options: Sequence[str] = ()
-) -> Iterator[Server]:
+) -> AbstractContextManager[Server]:
     """A server that is ready."""
-    server = Server(repository, folder, command, options)
-    try:
-        server.wait_ready()
-        yield server
-    finally:
-        server.close()
+    return while_ready(Server(repository, folder, command, options))
 
 
 def plain_command(repository: Path, tmp_path: Path) -> list[str]:
