@@ -8,13 +8,15 @@ Without --case: Llama-3.1-8B's shape in bfloat16 and in FP8, and Qwen3-30B-A3B's
 perf_configs/replaying.py says how drafts can be right all the same. For each case the engine starts twice,
 without a drafter and with one. The last table has the rates over that without, and in brackets the tokens
 that each sequence's steps came to; these stay below the set length where the engine checks fewer drafts, or
-none. Below it stand the rates that miss what is required.
+none. Below it stand the rates that miss what is required, and what the graph of a step without drafts takes
+in both engines: it is what drafts that are all wrong cost even where none are tried.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +27,7 @@ import torch
 from client.arguments import argument_parser, integer, integers
 from flashinfer_backend.core.arguments import require_cuda
 from flashinfer_backend.engine.start import Core
-from perf_configs.bench_engine import CONTEXT, Driver, random_prompts
+from perf_configs.bench_engine import CONTEXT, Driver, graph_seconds, random_prompts
 from perf_configs.engine_start import DEFAULTS, engine_parameters, start_again
 from perf_configs.replaying import Replaying, make_replaying, tokens_follow
 
@@ -40,7 +42,8 @@ WARM, TOKENS, SECONDS = 24, 160, 1.2  # steps before; then tokens of each answer
 
 
 class Row(NamedTuple):
-    """What a case's engine came to: rates in tokens per second, tokens of each sequence's steps."""
+    """What a case's engine came to: rates in tokens per second, tokens of each sequence's steps, and
+    milliseconds of a graph without drafts, with a drafter and without one (nan without graphs)."""
 
     case: str
     batch: int
@@ -48,6 +51,8 @@ class Row(NamedTuple):
     tokens_per_s: float
     plain: float
     tokens_a_step: float
+    graph_ms: float = math.nan
+    plain_graph_ms: float = math.nan
 
     @property
     def ratio(self) -> float:
@@ -61,9 +66,10 @@ class Row(NamedTuple):
         return 0.99
 
 
-def rate(core: Core, batch: int) -> tuple[float, float]:
-    """Output tokens per second of `batch` greedy sequences, and tokens of each step of one of them. The first
-    prompts are the same for every batch, so the prefix cache has them."""
+def rate(core: Core, batch: int) -> tuple[float, float, float]:
+    """Output tokens per second of `batch` greedy sequences, tokens of each step of one of them, and
+    milliseconds of the graph without drafts. The first prompts are the same for every batch, so the prefix
+    cache has them."""
     driver = Driver(core)
     prompts = random_prompts(batch, CONTEXT, core.spec.vocab_size, seed=0)
     driver.decode(prompts, core.config.max_seq_len - CONTEXT, warm=WARM)
@@ -72,8 +78,10 @@ def rate(core: Core, batch: int) -> tuple[float, float]:
         driver.step()
     seconds = time.perf_counter() - began
     tokens, steps = driver.socket.output_tokens - tokens, len(driver.shapes) - steps
+    graphs = core.runner.graphs
+    graph = math.nan if graphs is None else graph_seconds(core, graphs, batch) * 1e3
     driver.stop()
-    return tokens / seconds, tokens / steps / batch
+    return tokens / seconds, tokens / steps / batch, graph
 
 
 def measure(
@@ -84,7 +92,7 @@ def measure(
     core = start_again(parameters, None)
     # The same tokens as with drafts: they decide which experts a step reads.
     tokens_follow(core.runner.state.model, torch.Generator().manual_seed(0))
-    plain = {batch: rate(core, batch)[0] for batch in sorted(batches, reverse=True)}
+    plain = {batch: rate(core, batch) for batch in sorted(batches, reverse=True)}
     core.close()
     del core
     core = start_again(parameters, make_replaying(drafts, lengths[-1], with_head=with_head))
@@ -95,8 +103,9 @@ def measure(
     for batch in batches:
         for length in lengths:
             proposer.accept(length)
-            tokens_per_s, tokens_a_step = rate(core, batch)
-            rows.append(Row(case, batch, length, tokens_per_s, plain[batch], tokens_a_step))
+            tokens_per_s, tokens_a_step, graph = rate(core, batch)
+            without, _, plain_graph = plain[batch]
+            rows.append(Row(case, batch, length, tokens_per_s, without, tokens_a_step, graph, plain_graph))
     core.close()
     return rows
 
@@ -115,7 +124,13 @@ def table(rows: list[Row]) -> str:
         for row in rows
         if row.ratio < row.required
     ]
-    return "\n".join([*lines, *(missed or ["no row misses what is required"])])
+    graphs = [
+        f"{row.case}, {row.batch} at once: a graph without drafts takes {row.plain_graph_ms:.3f} ms, next to"
+        f" a drafter {row.graph_ms:.3f}"
+        for row in rows
+        if row.accepted == lengths[0] and not math.isnan(row.graph_ms)
+    ]
+    return "\n".join([*lines, *(missed or ["no row misses what is required"]), *graphs])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
