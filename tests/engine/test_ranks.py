@@ -55,11 +55,11 @@ ASKED: list[dict[str, Any]] = [
 
 def served(core: Core, run_dir: Path, max_tokens: int) -> tuple[Any, ...]:
     """What a mixed batch comes to, and then two equal prompts, of which one takes the other's blocks; log
-    probabilities, rounded; the logits of a prompt."""
+    probabilities; the logits of a prompt."""
     params = [SamplingParams(**({"max_tokens": max_tokens, "temperature": 0.0} | asked)) for asked in ASKED]
     with serve(core, run_dir) as client:
         first = client.generate(PROMPTS, params)
-        log_probs = [round(p, 3) for report in client.reports[4] for p in [report.log_prob] if p is not None]
+        log_probs = [p for report in client.reports[4] for p in [report.log_prob] if p is not None]
         context = client.reports[7][0].context_logits
         longest = max(PROMPTS, key=len)
         again = client.generate([longest, longest], params[0])
@@ -69,9 +69,10 @@ def served(core: Core, run_dir: Path, max_tokens: int) -> tuple[Any, ...]:
 
 
 def agree(found: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
-    *texts, logits = found
-    *expected_texts, expected_logits = expected
+    *texts, log_probs, logits = found
+    *expected_texts, expected_log_probs, expected_logits = expected
     assert texts == expected_texts
+    assert log_probs == pytest.approx(expected_log_probs, abs=1e-4)
     torch.testing.assert_close(logits, expected_logits, rtol=1e-4, atol=1e-4)
 
 
