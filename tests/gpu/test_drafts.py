@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from test_engine import SETTINGS, SIZES, TOLERANCE, make_prompts, shortfalls
-from test_triton_drafts import check_likeliest, check_ngrams, check_places_ahead, check_step
+from test_triton_drafts import check_likeliest, check_ngrams, check_norms, check_places_ahead, check_step
 
 from checkpoints import make_checkpoint
 from engine.harness import serve, start_core
@@ -162,6 +162,7 @@ def test_ngrams_are_looked_up() -> None:
 def test_heads_get_places_and_choose_tokens() -> None:
     check_places_ahead("cuda")
     check_likeliest("cuda")
+    check_norms("cuda")
 
 
 @pytest.mark.parametrize("spoilt", [0.0, 0.3, 1.0])

@@ -90,6 +90,17 @@ def check_likeliest(where: str) -> None:
             )
 
 
+def check_norms(where: str) -> None:
+    from flashinfer_backend.ops import triton_drafts
+
+    generator = torch.Generator().manual_seed(4)
+    for tokens, size in ((1, 64), (5, 200)):
+        given = [torch.randn(n, generator=generator) * 3 for n in ((tokens, size),) * 2 + (size, size)]
+        plain = torch_ops.norms_side_by_side(*given, 1e-5)
+        found = triton_drafts.norms_side_by_side(*(t.to(where) for t in given), 1e-5)
+        assert torch.allclose(found.cpu(), plain, atol=1e-5) and plain.shape == (tokens, 2 * size)
+
+
 def check_ngrams(where: str) -> None:
     from flashinfer_backend.ops import triton_drafts
 
@@ -131,4 +142,5 @@ if __name__ == "__main__":
         check_step(*shape, "cpu")
     check_places_ahead("cpu")
     check_likeliest("cpu")
+    check_norms("cpu")
     check_ngrams("cpu")

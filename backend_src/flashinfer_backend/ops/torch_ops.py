@@ -423,6 +423,13 @@ def places_ahead(
     return found, locations
 
 
+def norms_side_by_side(
+    left: Tensor, right: Tensor, left_weight: Tensor, right_weight: Tensor, eps: float
+) -> Tensor:
+    """rms_norm of left[T, H] and of right[T, H], each with its weight [H], in one [T, 2 H]."""
+    return torch.cat([rms_norm(left, left_weight, eps), rms_norm(right, right_weight, eps)], dim=1)
+
+
 def likeliest(logits: Tensor, ids: Tensor | None = None) -> Tensor:
     """The first of the largest logits of each row [R, V], int32 [R]: its place, or what ids (int32 [V]) has
     there."""

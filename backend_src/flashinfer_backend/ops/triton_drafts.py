@@ -159,6 +159,41 @@ def places_ahead(
     return found, locations
 
 
+@triton.jit
+def _norm(x, weight, out, eps, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    place = tl.arange(0, PADDED)
+    inside = place < SIZE
+    value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, axis=0) / SIZE + eps)
+    normed = value * scale * tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + place, normed.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _norms_side_by_side(
+    left, right, left_weight, right_weight, out, eps, SIZE: tl.constexpr, PADDED: tl.constexpr
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    if tl.program_id(1) == 0:
+        _norm(left + token * SIZE, left_weight, out + token * 2 * SIZE, eps, SIZE, PADDED)
+    else:
+        _norm(right + token * SIZE, right_weight, out + (token * 2 + 1) * SIZE, eps, SIZE, PADDED)
+
+
+def norms_side_by_side(
+    left: Tensor, right: Tensor, left_weight: Tensor, right_weight: Tensor, eps: float
+) -> Tensor:
+    """See ops.torch_ops.norms_side_by_side. left and right are contiguous."""
+    tokens, size = left.shape
+    out = torch.empty((tokens, 2 * size), dtype=left.dtype, device=left.device)
+    if tokens:
+        _norms_side_by_side[(tokens, 2)](
+            left, right, left_weight, right_weight, out, eps,
+            SIZE=size, PADDED=triton.next_power_of_2(size), num_warps=8,
+        )  # fmt: skip
+    return out
+
+
 @triton.jit(do_not_specialize=["vocab"])
 def _best_of_block(logits, scores, places, vocab, stride, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)

@@ -38,9 +38,10 @@ class FirstLayer(AttentionLayer):
     hidden_norm: nn.Parameter
 
     def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """embedded and hidden [T, H], each normed -> side by side [T, 2 H], and the latter alone [T, H]."""
-        normed = self.ops.rms_norm(hidden, self.hidden_norm, self.eps)
-        return torch.cat([self.ops.rms_norm(embedded, self.input_norm, self.eps), normed], dim=1), normed
+        """embedded and hidden [T, H], each normed -> side by side [T, 2 H], and of that the latter."""
+        norms = self.input_norm, self.hidden_norm
+        both = self.ops.norms_side_by_side(embedded, hidden, *norms, self.eps)
+        return both, both[:, hidden.shape[1] :]
 
 
 class Head(nn.Module):
@@ -129,7 +130,7 @@ class Head(nn.Module):
             return layer.before(hidden, *where)[0], hidden
         both, normed = layer.enter(self._embed(tokens), hidden)
         q = layer.rotate(self.ops.linear_add(both, layer.qkv, None), *where)
-        return q, normed if self.spec.norm_before_residual else hidden
+        return q, normed.contiguous() if self.spec.norm_before_residual else hidden
 
     def _embed(self, tokens: Tensor) -> Tensor:
         own = self.embed_tokens

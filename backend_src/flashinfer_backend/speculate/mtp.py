@@ -105,9 +105,9 @@ class MtpHead(nn.Module):
 
     def _before(self, tokens: Tensor, hidden: Tensor, places: Places) -> tuple[Tensor, Stream]:
         """The layer up to its attention."""
-        eps, norm = self.spec.norm_eps, self.ops.rms_norm
-        embedded = norm(self._target[0].embed(tokens), self.embedding_norm, eps)
-        joined = torch.cat([embedded, norm(hidden, self.hidden_norm, eps)], dim=1)
+        eps = self.spec.norm_eps
+        norms = self.embedding_norm, self.hidden_norm
+        joined = self.ops.norms_side_by_side(self._target[0].embed(tokens), hidden, *norms, eps)
         positions, locations, (cache,), _ = places
         return self._layer.before(self.ops.linear(joined, self.fc), positions, locations, cache)
 

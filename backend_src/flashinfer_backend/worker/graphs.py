@@ -107,9 +107,9 @@ class Replayed(NamedTuple):
 
 class DecodeStep(NamedTuple):
     """A graph, what it reads (int32: attention's words, then those of `_upload`) and what it writes. feeds:
-    tokens of a row. `tails` are the graphs that follow it, by the number of drafts proposed, and give how
-    many tokens each row comes to. defers: what the proposer would take in of it without drafts waits for a
-    later step; notes: what that needs is noted."""
+    tokens of a row; first: int32 [rows], where each row's begin. `tails` are the graphs that follow it, by
+    the number of drafts proposed, and give how many tokens each row comes to. defers: what the proposer would
+    take in of it without drafts waits for a later step; notes: what that needs is noted."""
 
     graph: torch.cuda.CUDAGraph
     inputs: torch.Tensor
@@ -117,6 +117,7 @@ class DecodeStep(NamedTuple):
     feeds: int
     tokens: torch.Tensor
     logits: torch.Tensor
+    first: torch.Tensor
     tails: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]]
     defers: bool
     notes: bool
@@ -342,9 +343,9 @@ class DecodeGraphs:
         graph, outputs = capture(lambda: self._step(data, attention, size, feeds))
         drafting, own_logits = self._drafting, self._logits[:tokens]
         defers = drafting is not None and drafting.proposer.defers and feeds == 1
-        step = DecodeStep(
-            graph, inputs, attention, feeds, outputs[0], own_logits, {}, defers, size <= SIZES[-1]
-        )
+        first = torch.arange(0, tokens, feeds, dtype=torch.int32, device=state.device)
+        notes = size <= SIZES[-1]
+        step = DecodeStep(graph, inputs, attention, feeds, outputs[0], own_logits, first, {}, defers, notes)
         if drafting is not None and (step.notes or not defers):
             # Fewer rows than there is room for may have more drafts.
             fewest = 1 + max((other for other in self._sizes if other < size), default=0)
@@ -409,13 +410,12 @@ class DecodeGraphs:
         assert self._drafting is not None
         state = self._state
         sampled, input_ids, owners, positions, cache_locations, *tapped = outputs
-        ends = torch.arange(size, dtype=torch.int32, device=state.device)
         if step.feeds == 1:
-            slots, counts = owners, torch.ones_like(ends)
+            slots, counts, ends = owners, step.first, step.first  # nobody reads counts
         else:
             slots, fed = step.inputs[-2 * size :].split(size)
             counts, ends = state.ops.accept(
-                sampled, ends * step.feeds, fed, slots, state.drafts, state.lengths, state.last_token
+                sampled, step.first, fed, slots, state.drafts, state.lengths, state.last_token
             )
         hidden = torch.cat(tapped, dim=1) if tapped else None
         own = Fed(input_ids, owners, positions, cache_locations, step.attention, hidden)

@@ -288,7 +288,9 @@ def _call_head(
     for count in draft_counts(1, config.max_draft_len):
         rows = words(4), words(4), words(4), by_slot, table
         triton_drafts.places_ahead(*rows, config.tokens_per_block, count - 1)
-    known, _ = head.head.shape
+    known, hidden = head.head.shape
+    both = empty(4, hidden), empty(4, hidden), empty(hidden), empty(hidden)
+    triton_drafts.norms_side_by_side(*both, head.norm_eps)
     triton_drafts.likeliest(empty(4, known), words(known) if isinstance(head, Eagle3Spec) else None)
 
 
