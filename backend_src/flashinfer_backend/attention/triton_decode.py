@@ -328,7 +328,10 @@ def decode(
     group_size = heads // kv_heads
     group = max(16, triton.next_power_of_2(feeds * group_size))
     queries = triton.next_power_of_2(feeds * group_size)
+    # Parts are added up in turns: of several tokens a row as many as make 128 numbers a thread, for which
+    # there are registers.
     wider = queries // triton.next_power_of_2(group_size)
+    merge = max(1, config.merge // wider, min(config.merge, 4096 * config.warps // (queries * dim)))
     _decode[(items.shape[0] * kv_heads,)](
         q,
         k_cache,
@@ -358,7 +361,7 @@ def decode(
         STAGES=config.stages,
         PREFETCH=config.prefetch,
         QUERIES=queries,
-        MERGE=max(1, config.merge // wider),
+        MERGE=merge if feeds > 1 else config.merge,
         SMALLER=_SMALLER if in_e4m3 else 1,
         NATIVE=native,
         WINDOW=0 if lengths is None or window is None else window,
