@@ -207,6 +207,30 @@ def test_sequences_end_amid_accepted_drafts(tmp_path: Path):
     assert found == expected
 
 
+@pytest.mark.parametrize(
+    ("count", "spoilt"), some(list(itertools.product((1, 4), (0.0, 0.3, 1.0))), [(4, 0.0), (3, 0.3)])
+)
+def test_ends_are_held_back_amid_drafts(count: int, spoilt: float, tmp_path: Path):
+    """By the end id, by other ends, or by both, until a step that drafts could reach."""
+    params = [SamplingParams(max_tokens=32, temperature=0.8 * (i % 2), seed=i, end_id=-1) for i in range(12)]
+    plain, *_ = answers(tmp_path / "plain", _logged(params))
+    for i, (each, (tokens, _)) in enumerate(zip(params, plain, strict=False)):
+        each.min_tokens, often = 20 + i % 5, sorted(tokens, key=lambda token: -tokens.count(token))
+        if i % 3 < 2:
+            each.end_id = often[0]
+        if i % 3 > 0:
+            each.late_ids = [often[-1], tokens[19]]
+    expected, *_, loop = answers(tmp_path / "without", _logged(params))
+    assert all(a != b for (a, _), (b, _) in zip(expected, plain, strict=True))
+    assert all(len(tokens) >= each.min_tokens for (tokens, _), each in zip(expected, params, strict=False))
+    assert {len(tokens) for tokens, _ in expected[:12]} - {32}
+    proposer = Replay(count, spoilt)
+    proposer.sequences = [prompt + tokens for prompt, (tokens, _) in zip(PROMPTS, expected, strict=False)]
+    found, *_, drafted = answers(tmp_path / "with", _logged(params), proposer=proposer)
+    assert found == expected
+    assert drafted.iteration < loop.iteration * (0.8 if spoilt else 0.5)
+
+
 @pytest.mark.parametrize("spoilt", some([0.0, 0.4], [0.4]))
 def test_grammars_advance_along_drafts(spoilt: float, tmp_path: Path):
     """Ended by the end id and without one, with what else decides what a grammar lets follow."""

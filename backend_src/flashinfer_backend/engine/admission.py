@@ -59,7 +59,7 @@ class Admission:
         return Request(
             handle=message.handle,
             prompt=prompt,
-            # Without an end to hold back it would only keep drafts away.
+            # Without an end to hold back it would only shorten drafts.
             params=msgspec.structs.replace(
                 params,
                 end_id=end_id,

@@ -81,8 +81,8 @@ class SequenceStates:
             self._history.restore(restored)
 
     def rows(self, plan: StepPlan) -> list[StatefulRow]:
-        """The plan's stateful rows. A plan names no row of a sequence that it, or one before it, frees. Rows
-        before min_tokens have no drafts, so there the plan's positions are exact."""
+        """The plan's stateful rows. A plan names no row of a sequence that it, or one before it, frees. Where
+        its positions are upper bounds, these and all that they can be are before min_tokens, or none is."""
         slots, epochs, positions = plan.sample_slots, plan.epochs, plan.sample_positions
         counts = plan.samples
         first = np.cumsum(counts) - counts

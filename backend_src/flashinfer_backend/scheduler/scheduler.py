@@ -179,16 +179,19 @@ class Scheduler:
     def _size_decodes(self, limit: int, prompts: bool) -> None:
         """Choose how many tokens each decode row feeds in a step of `limit` tokens, with prompts or without.
 
-        Rows before their min_tokens get no drafts, nor do requests that switched them off, nor any row in a
-        step with prompts. No row is planned beyond max_new: a sequence that can have reached it waits until
-        its steps are read."""
+        Requests that switched drafts off get none, nor does any row in a step with prompts. No row is planned
+        beyond max_new: a sequence that can have reached it waits until its steps are read. Nor do drafts
+        reach the last token before min_tokens: the step behind them, planned before they are read, also holds
+        the end back, which it does for all of its tokens or for none."""
         slots, table = self.decoding, self.table
         if self._pace is None or not len(slots):
             return
         planned = table.planned_outputs[slots]
         most = self._pace.most(len(slots))
         drafts = np.minimum(self._offered[slots], table.max_new[slots] - planned - 1).clip(max=most)
-        drafts[(planned < table.min_tokens[slots]) | ~table.takes_drafts[slots]] = 0
+        early = table.min_tokens[slots] - planned
+        drafts = np.where(early > 0, np.minimum(drafts, early - 2).clip(min=0), drafts)
+        drafts[~table.takes_drafts[slots]] = 0
         if prompts:
             drafts[:] = 0
         drafts[np.cumsum(drafts) > limit - len(slots)] = 0
