@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from small_tokenizers import byte_level, metaspace, other_decoder, sentencepiece
@@ -20,8 +23,14 @@ from flashinfer_backend.openai.answer import take_text
 from flashinfer_backend.openai.door import Door
 from flashinfer_backend.openai.link import EngineLink, LogitsRoom
 from flashinfer_backend.openai.model import Model
-from flashinfer_backend.openai.token_lists import TokenLists
-from flashinfer_backend.serving.generation import GenerationRequest
+from flashinfer_backend.openai.token_lists import (
+    TokenLists,
+    TokenTexts,
+    chat_log_probs,
+    chat_token,
+    json_text,
+)
+from flashinfer_backend.serving.generation import Chunk, GenerationRequest
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.transport import protocol
 
@@ -108,8 +117,45 @@ def test_offsets_are_those_of_the_text() -> None:
     tokenizer = sentencepiece()
     decoder, pieces = DeltaDecoder(tokenizer), DeltaDecoder(tokenizer, skip_special_tokens=False)
     ids = tokenizer.encode("The quick é<|turn|> fox").ids
-    lists = TokenLists(pieces, decoder)
+    lists = TokenLists(TokenTexts(json_text, pieces), decoder)
     for n, token in enumerate(ids):
         assert lists.offset == len(decoder.delta([], ids[:n], last=False))
         lists.add(token, -1.0, ())
     assert lists.offset == len(tokenizer.decode(ids))
+
+
+def test_log_probabilities_are_written_as_an_encoder_writes_them() -> None:
+    """Of parts of characters, marks of printf, special tokens, tokens that look alike and ids beyond the
+    vocabulary."""
+    tokenizer = byte_level()
+    decoder = DeltaDecoder(tokenizer, skip_special_tokens=False)
+    ids = [
+        *tokenizer.encode('50% "é\\" \U0001f642<|turn|>', add_special_tokens=False).ids,
+        1 << 20,
+        (1 << 20) + 1,
+    ]
+    chat, lists = TokenTexts(chat_token, decoder), TokenLists(TokenTexts(json_text, decoder), decoder)
+
+    def value(n: int) -> float:
+        return -math.inf if n % 4 == 3 else -20000.0 if n % 4 == 2 else -float(np.float32(n) / 7)
+
+    def one(token: int, found: float) -> dict[str, Any]:
+        data = decoder.piece(token)
+        return {"token": data.decode(errors="replace"), "logprob": max(found, -9999.0), "bytes": list(data)}
+
+    for turn in range(2):  # the second time from what is kept
+        for n, token in enumerate(ids):
+            top = [(other, value(n + k)) for k, other in enumerate(ids[n:] + ids[:n])]
+            report = protocol.RowReport(1, log_prob=value(n), top_logprobs=top)
+            for most in (0, 3, len(ids)):
+                (raw,) = chat_log_probs(Chunk([token], reports=[report]), chat, most)
+                alternatives = [one(*pair) for pair in top[:most]]
+                expected = one(token, value(n)) | {"top_logprobs": alternatives}
+                assert bytes(raw) == msgspec.json.encode(expected)
+            lists.add_chunk(Chunk([token], reports=[report]), len(ids))
+            best: dict[str, float] = {}
+            for other, found in top:
+                best.setdefault(decoder.piece(other).decode(errors="replace"), max(found, -9999.0))
+            best[decoder.piece(token).decode(errors="replace")] = max(value(n), -9999.0)
+            told = json.loads(bytes(lists.json()["top_logprobs"]))[turn * len(ids) + n]
+            assert list(told.items()) == list(best.items())

@@ -19,7 +19,13 @@ from flashinfer_backend.core.gate import Gate, Place
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.openai.link import EngineLink, LogitsRoom
-from flashinfer_backend.openai.token_lists import largest, prompt_lists, prompt_log_probs
+from flashinfer_backend.openai.token_lists import (
+    TokenTexts,
+    json_text,
+    largest,
+    prompt_lists,
+    prompt_log_probs,
+)
 from flashinfer_backend.serving.generation import GenerationRequest
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
@@ -27,6 +33,7 @@ from flashinfer_backend.transport import protocol
 
 VOCAB = 2048
 DECODER = DeltaDecoder(TextTokenizer(resolve_model_dir("bundled")).backend, skip_special_tokens=False)
+TEXTS = TokenTexts(json_text, DECODER)
 
 
 class Places:
@@ -180,8 +187,9 @@ def test_log_probs_of_a_prompt_are_text_at_once() -> None:
     logits = generator.normal(size=(tokens, VOCAB)).astype(np.float32)
     prompt = generator.integers(3, VOCAB, tokens).astype(np.int32)
     data = logits.tobytes()
+    prompt_lists(prompt, data, 20, TEXTS, DECODER)  # which keeps the tokens' texts
     tracemalloc.start()
-    lists = prompt_lists(prompt, data, 20, DECODER, DECODER)
+    lists = prompt_lists(prompt, data, 20, TEXTS, DECODER)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     text = msgspec.json.encode(lists.json())
@@ -206,7 +214,7 @@ def test_log_probs_of_a_prompt_by_id() -> None:
     prompt[4], prompt[6] = 40, logits[5].argmax()
     exact = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum(axis=1))[:, None]
     for top in (0, 3):
-        first, *others = json.loads(bytes(prompt_log_probs(prompt, logits.tobytes(), top, DECODER)))
+        first, *others = json.loads(bytes(prompt_log_probs(prompt, logits.tobytes(), top, TEXTS)))
         assert first is None and len(others) == 49
         for found, values, token in zip(others, exact, prompt[1:].tolist(), strict=False):
             order = np.argsort(-values).tolist()

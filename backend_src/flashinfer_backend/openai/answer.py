@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from flashinfer_backend.openai import request_ids
 from flashinfer_backend.openai.door import Door
 from flashinfer_backend.openai.errors import ApiError
-from flashinfer_backend.openai.link import SHUTTING_DOWN, ClientLeft, Stream, Streams, log_probs, unavailable
+from flashinfer_backend.openai.link import SHUTTING_DOWN, ClientLeft, Stream, Streams, unavailable
 from flashinfer_backend.serving.generation import Chunk
 from flashinfer_backend.text.chunk import NO_LIMIT
 from flashinfer_backend.text.delta import CONTEXT_IDS, DeltaDecoder
@@ -117,33 +117,6 @@ class Usage:
             names = "accepted_prediction_tokens", "rejected_prediction_tokens"
             usage["completion_tokens_details"] = dict(zip(names, (accepted, rejected), strict=True))
         return usage
-
-
-class LogProb(msgspec.Struct):
-    """Of one token. `token`: its text. `top`: the likeliest ones there."""
-
-    token: str
-    bytes: list[int]
-    logprob: float
-    top: list[LogProb] = []
-
-
-def token_log_probs(chunk: Chunk, decoder: DeltaDecoder, top: int) -> list[LogProb]:
-    """Log probabilities of each token of a chunk, with its `top` likeliest alternatives."""
-    result = []
-    for token, report in zip(chunk.ids, log_probs(chunk), strict=False):
-        assert report.log_prob is not None
-        best = [log_prob_of(i, value, decoder) for i, value in (report.top_logprobs or [])[:top]]
-        one = log_prob_of(token, report.log_prob, decoder)
-        one.top = best
-        result.append(one)
-    return result
-
-
-def log_prob_of(token: int, value: float, decoder: DeltaDecoder) -> LogProb:
-    """One token. JSON has no infinity: -9999 stands for it, as in other servers."""
-    data = decoder.piece(token)
-    return LogProb(data.decode(errors="replace"), list(data), max(value, -9999.0))
 
 
 class GenerationResponse(Response):

@@ -21,14 +21,12 @@ from flashinfer_backend.openai.answer import (
     DONE,
     EventResponse,
     JsonResponse,
-    LogProb,
     Usage,
     event,
     finish_reason,
     note_sent,
     take_text,
     text_of_ids,
-    token_log_probs,
 )
 from flashinfer_backend.openai.door import Door, generation_request
 from flashinfer_backend.openai.errors import ApiError
@@ -59,7 +57,7 @@ from flashinfer_backend.openai.sampling import (
 )
 from flashinfer_backend.openai.strict import CALLS_OR_JSON, calls_guide
 from flashinfer_backend.openai.template import plain_messages
-from flashinfer_backend.openai.token_lists import check_prompt_logits, prompt_log_probs
+from flashinfer_backend.openai.token_lists import chat_log_probs, check_prompt_logits, prompt_log_probs
 from flashinfer_backend.openai.tools import AUTO, Tools, new_call_id, read_tools
 from flashinfer_backend.serving.generation import Chunk
 from flashinfer_backend.transport import protocol
@@ -178,11 +176,10 @@ class Turn:
             request, door.defaults, door.limits, self.tokens, door.tokenizer.eos_id, len(self.prompt),
             max_tokens, self.guide, log_probs, top, adapter=door.adapter(request.model),
         )  # fmt: skip
-        pieces = door.decoder(skip_special_tokens=False)
 
         def reduce(prompt: np.ndarray, logits: memoryview) -> Raw:
             assert prompt_top is not None
-            return prompt_log_probs(prompt, logits, prompt_top, pieces)
+            return prompt_log_probs(prompt, logits, prompt_top, door.token_texts)
 
         if prompt_top is not None:
             size = len(self.prompt)
@@ -389,17 +386,15 @@ class _Reply:
         }
         self._answers = [Answer(turn, stream) for stream in turn.streams.all]
         self._usage = Usage(turn.streams)
-        self._decoder = turn.door.decoder(skip_special_tokens=False)  # of the tokens by themselves
 
-    def _log_probs(self, chunk: Chunk) -> list[dict[str, Any]]:
+    def _log_probs(self, chunk: Chunk) -> list[Raw]:
         if not self._request.logprobs:
             return []
-        top = self._request.top_logprobs or 0
-        return [_log_prob(one) for one in token_log_probs(chunk, self._decoder, top)]
+        return chat_log_probs(chunk, self._turn.door.chat_tokens, self._request.top_logprobs or 0)
 
     async def body(self) -> dict[str, Any]:
         events: list[list[Event]] = [[] for _ in self._answers]
-        probs: list[list[dict[str, Any]]] = [[] for _ in self._answers]
+        probs: list[list[Raw]] = [[] for _ in self._answers]
         ids: list[list[int]] = [[] for _ in self._answers]
         async for stream, chunk in self._turn.streams:
             self._usage.note(stream, chunk)
@@ -432,7 +427,7 @@ class _Reply:
         usage = options is not None and options.include_usage
         always = options is not None and options.continuous_usage_stats
         begun: set[int] = set()
-        probs: dict[int, list[dict[str, Any]]] = {}  # of tokens whose text is still held back
+        probs: dict[int, list[Raw]] = {}  # of tokens whose text is still held back
 
         def chunk_of(index: int, delta: dict[str, Any], finish: str | None = None) -> bytes:
             if index not in begun:
@@ -511,12 +506,3 @@ def _delta(answer: Answer, each: Event) -> dict[str, Any]:
         answer.calls_sent += 1
         return {"tool_calls": [{"index": answer.calls_sent - 1, **answer.new_call(each)}]}
     return {"tool_calls": [{"index": answer.calls_sent - 1, "function": {"arguments": each.text}}]}
-
-
-def _log_prob(one: LogProb) -> dict[str, Any]:
-    return {
-        **{"token": one.token, "logprob": one.logprob, "bytes": one.bytes},
-        "top_logprobs": [
-            {"token": other.token, "logprob": other.logprob, "bytes": other.bytes} for other in one.top
-        ],
-    }

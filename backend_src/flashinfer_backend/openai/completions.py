@@ -107,13 +107,13 @@ async def completions(door: Door, asked: Asked) -> Response:
         )  # fmt: skip
         params.context_logits = echoed or by_id is not None
         rows.append((generation_request(request, prompt, params, bool(request.stream), asked.guide), count))
-    pieces = door.decoder(skip_special_tokens=False)  # of tokens by themselves
+    texts = door.token_texts
     written = door.decoder(request.skip_special_tokens)
 
     def reduce(prompt: np.ndarray, logits: memoryview) -> PromptReport:
         return PromptReport(
-            prompt_lists(prompt, logits, request.logprobs or 0, pieces, written) if echoed else None,
-            None if by_id is None else prompt_log_probs(prompt, logits, by_id, pieces),
+            prompt_lists(prompt, logits, request.logprobs or 0, texts, written) if echoed else None,
+            None if by_id is None else prompt_log_probs(prompt, logits, by_id, texts),
         )
 
     streams = door.generate(rows, request.skip_special_tokens, reduce)
@@ -174,7 +174,6 @@ class _Reply:
         }
         self._usage = Usage(streams)
         self._decoder = door.decoder(request.skip_special_tokens)
-        self._pieces = door.decoder(skip_special_tokens=False)  # of tokens by themselves
         self._offsets: dict[int, int] = {}  # characters of each stream so far
 
     def _take(self, stream: Stream, chunk: Chunk) -> str:
@@ -201,7 +200,7 @@ class _Reply:
             return None
         top = self._request.logprobs or 0
         offset = self._offsets.get(stream.index, 0)
-        lists = TokenLists(self._pieces, self._decoder, offset, stream.context_ids)
+        lists = TokenLists(self._door.token_texts, self._decoder, offset, stream.context_ids)
         if len(chunk.ids) * (1 + top) < MANY_LOG_PROBS:
             lists.add_chunk(chunk, top)
         else:
@@ -212,7 +211,7 @@ class _Reply:
     def _shown(self, lists: TokenLists | None) -> dict[str, Raw] | None:
         if self._request.logprobs is None:
             return None
-        return (lists or TokenLists(self._pieces, self._decoder)).json()
+        return (lists or TokenLists(self._door.token_texts, self._decoder)).json()
 
     async def body(self) -> dict[str, Any]:
         request, n = self._request, self._request.n or 1

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log probabilities in the forms of /v1/completions, lists by token, and of vLLM's prompt_logprobs, an object
-for each token. Both are written as JSON token by token.
+"""Log probabilities in the forms of /v1/completions, lists by token, of chats and of vLLM's prompt_logprobs,
+an object for each token. All are written as JSON token by token.
 
 Twenty alternatives of each token of a prompt are many objects. As text they take about a twentieth of that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import mod
 
 import msgspec
 import numpy as np
@@ -25,15 +26,59 @@ GROUPS = 512  # of a vocabulary, for finding its largest logits
 encode = msgspec.json.encode
 
 
+class TokenTexts(dict[int, bytes]):
+    """Tokens by their ids, each written once: at most the vocabulary, some 200 bytes of a token."""
+
+    def __init__(self, write: Callable[[bytes], bytes], decoder: DeltaDecoder) -> None:
+        """write: of a token's bytes. decoder: writes tokens, special ones too."""
+        super().__init__()
+        self._write, self._decoder = write, decoder
+
+    def __missing__(self, token: int) -> bytes:
+        self[token] = made = self._write(self._decoder.piece(token))
+        return made
+
+
+def json_text(data: bytes) -> bytes:
+    """A token's text."""
+    return encode(data.decode(errors="replace"))
+
+
+def chat_token(data: bytes) -> bytes:
+    """A token's object in a chat, with a place for its log probability as of printf."""
+    text = json_text(data).replace(b"%", b"%%")
+    return b'{"token":' + text + b',"logprob":%b,"bytes":' + encode(list(data)) + b"}"
+
+
+def chat_log_probs(chunk: Chunk, texts: TokenTexts, top: int) -> list[msgspec.Raw]:
+    """Log probabilities of each token of a chunk, and of its `top` likeliest alternatives, for a chat. texts:
+    of chat_token."""
+    found = []
+    for token, report in zip(chunk.ids, log_probs(chunk), strict=False):
+        assert report.log_prob is not None
+        pairs = [(token, report.log_prob), *(report.top_logprobs or ())[:top]]
+        ids, values = zip(*pairs, strict=True)
+        own, *others = map(mod, map(texts.__getitem__, ids), _numbers(values))
+        found.append(msgspec.Raw(own[:-1] + b',"top_logprobs":[' + b",".join(others) + b"]}"))
+    return found
+
+
+def _numbers(values: Sequence[float]) -> list[bytes]:
+    """Log probabilities, one at least, as JSON."""
+    if min(values) < LOWEST:
+        values = [max(value, LOWEST) for value in values]
+    return encode(values)[1:-1].split(b",")
+
+
 class TokenLists:
     """What is known of tokens in their order."""
 
     def __init__(
-        self, decoder: DeltaDecoder, written: DeltaDecoder, offset: int = 0, context_ids: Sequence[int] = ()
+        self, texts: TokenTexts, written: DeltaDecoder, offset: int = 0, context_ids: Sequence[int] = ()
     ) -> None:
-        """decoder: writes tokens, special ones too. written: writes the text, in which they have offsets.
-        offset: characters of the text before the first token. context_ids: the last ids before it."""
-        self._decoder, self._written = decoder, written
+        """texts: of json_text. written: writes the text, in which tokens have offsets. offset: characters of
+        the text before the first token. context_ids: the last ids before it."""
+        self._texts, self._written = texts, written
         self._context = list(context_ids)
         self._parts = {name: bytearray() for name in NAMES}
         self.offset = offset
@@ -42,18 +87,21 @@ class TokenLists:
 
     def add(self, token: int, value: float | None, top: Iterable[tuple[int, float]]) -> None:
         """A token, its log probability (None: it has none) and the likeliest tokens in its place."""
-        text = self._text(token)
-        best: dict[str, float] | None = None
+        text = self._texts[token]
+        own = listed = b"null"
         if value is not None:
-            value = max(value, LOWEST)
-            best = {}
-            for other, found in top:  # of tokens that look alike the likeliest counts
-                best.setdefault(self._text(other), max(found, LOWEST))
-            best[text] = value
-            self._total += value
+            ids, values = zip((token, value), *top, strict=True)
+            own, *numbers = _numbers(values)
+            names = list(map(self._texts.__getitem__, ids[1:]))
+            best = dict(zip(names, numbers, strict=True))
+            if len(best) < len(names):  # of tokens that look alike the likeliest counts
+                best |= zip(names[::-1], numbers[::-1], strict=True)
+            best[text] = own
+            listed = b"{" + b",".join(map(b"%b:%b".__mod__, best.items())) + b"}"
+            self._total += max(value, LOWEST)
             self.count += 1
-        for part, content in zip(self._parts.values(), (text, value, best, self.offset), strict=True):
-            part += encode(content)
+        for part, content in zip(self._parts.values(), (text, own, listed, b"%d" % self.offset), strict=True):
+            part += content
             part += b","
         self.offset += len(self._written.delta(self._context, [token], last=False))
         self._context = [*self._context[1 - CONTEXT_IDS :], token]
@@ -65,7 +113,7 @@ class TokenLists:
 
     def followed_by(self, later: TokenLists) -> TokenLists:
         """These tokens and then those of `later`, whose offset has to begin where this one ends."""
-        both = TokenLists(self._decoder, self._written, later.offset)
+        both = TokenLists(self._texts, self._written, later.offset)
         both._parts = {name: part + later._parts[name] for name, part in self._parts.items()}
         return both
 
@@ -78,19 +126,16 @@ class TokenLists:
         """What the API answers, for a JSON encoder."""
         return {name: msgspec.Raw(b"[" + part[:-1] + b"]") for name, part in self._parts.items()}
 
-    def _text(self, token: int) -> str:
-        return self._decoder.piece(token).decode(errors="replace")
-
 
 NAMES = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 def prompt_lists(
-    prompt: np.ndarray, logits: bytes | memoryview, top: int, decoder: DeltaDecoder, written: DeltaDecoder
+    prompt: np.ndarray, logits: bytes | memoryview, top: int, texts: TokenTexts, written: DeltaDecoder
 ) -> TokenLists:
     """Of a prompt (int32 [n]) by its logits (float32 [n, V] as bytes), with the `top` likeliest for each
-    token. The first token has no log probability. decoder, written: as of TokenLists."""
-    lists = TokenLists(decoder, written)
+    token. The first token has no log probability. texts, written: as of TokenLists."""
+    lists = TokenLists(texts, written)
     lists.add(int(prompt[0]), None, ())
     for token, row, total in _rows(prompt, logits):
         lists.add(token, float(row[token]) - total, [(i, value - total) for i, value in largest(row, top)])
@@ -98,7 +143,7 @@ def prompt_lists(
 
 
 def prompt_log_probs(
-    prompt: np.ndarray, logits: bytes | memoryview, top: int, decoder: DeltaDecoder
+    prompt: np.ndarray, logits: bytes | memoryview, top: int, texts: TokenTexts
 ) -> msgspec.Raw:
     """vLLM's prompt_logprobs of a prompt, as JSON; arguments as in prompt_lists. null for the first token,
     then an object by id of the token and the `top` likeliest, each with its log probability, its rank from 1
@@ -108,15 +153,14 @@ def prompt_log_probs(
         found = {token: (float(row[token]), int(np.count_nonzero(row >= row[token])))}
         for rank, (other, value) in enumerate(largest(row, top), 1):
             found.setdefault(other, (value, rank))
-        text += b"," + encode(
-            {
-                str(each): {
-                    "logprob": max(value - total, LOWEST),
-                    "rank": rank,
-                    "decoded_token": decoder.piece(each).decode(errors="replace"),
-                }
-                for each, (value, rank) in found.items()
-            }
+        numbers = _numbers([value - total for value, _ in found.values()])
+        text += (
+            b",{"
+            + b",".join(
+                b'"%d":{"logprob":%b,"rank":%d,"decoded_token":%b}' % (each, number, rank, texts[each])
+                for (each, (_, rank)), number in zip(found.items(), numbers, strict=True)
+            )
+            + b"}"
         )
     return msgspec.Raw(text + b"]")
 
