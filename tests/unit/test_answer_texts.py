@@ -28,7 +28,7 @@ from flashinfer_backend.openai.token_lists import (
     TokenTexts,
     chat_log_probs,
     chat_token,
-    json_text,
+    text_of,
 )
 from flashinfer_backend.serving.generation import Chunk, GenerationRequest
 from flashinfer_backend.text.delta import DeltaDecoder
@@ -117,7 +117,7 @@ def test_offsets_are_those_of_the_text() -> None:
     tokenizer = sentencepiece()
     decoder, pieces = DeltaDecoder(tokenizer), DeltaDecoder(tokenizer, skip_special_tokens=False)
     ids = tokenizer.encode("The quick é<|turn|> fox").ids
-    lists = TokenLists(TokenTexts(json_text, pieces), decoder)
+    lists = TokenLists(TokenTexts(text_of, pieces), decoder)
     for n, token in enumerate(ids):
         assert lists.offset == len(decoder.delta([], ids[:n], last=False))
         lists.add(token, -1.0, ())
@@ -134,7 +134,7 @@ def test_log_probabilities_are_written_as_an_encoder_writes_them() -> None:
         1 << 20,
         (1 << 20) + 1,
     ]
-    chat, lists = TokenTexts(chat_token, decoder), TokenLists(TokenTexts(json_text, decoder), decoder)
+    chat, lists = TokenTexts(chat_token, decoder), TokenLists(TokenTexts(text_of, decoder), decoder)
 
     def value(n: int) -> float:
         return -math.inf if n % 4 == 3 else -20000.0 if n % 4 == 2 else -float(np.float32(n) / 7)

@@ -21,10 +21,10 @@ from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.openai.link import EngineLink, LogitsRoom
 from flashinfer_backend.openai.token_lists import (
     TokenTexts,
-    json_text,
     largest,
     prompt_lists,
     prompt_log_probs,
+    text_of,
 )
 from flashinfer_backend.serving.generation import GenerationRequest
 from flashinfer_backend.text.delta import DeltaDecoder
@@ -33,7 +33,7 @@ from flashinfer_backend.transport import protocol
 
 VOCAB = 2048
 DECODER = DeltaDecoder(TextTokenizer(resolve_model_dir("bundled")).backend, skip_special_tokens=False)
-TEXTS = TokenTexts(json_text, DECODER)
+TEXTS = TokenTexts(text_of, DECODER)
 
 
 class Places:

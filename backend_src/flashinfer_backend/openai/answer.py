@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from flashinfer_backend.openai import request_ids
+from flashinfer_backend.openai.connection import BODY_SEND
 from flashinfer_backend.openai.door import Door
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.link import SHUTTING_DOWN, ClientLeft, Stream, Streams, unavailable
@@ -176,7 +177,7 @@ class EventResponse(GenerationResponse):
         self._events = events
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun = False
+        begun, send_body = False, send
         try:
             async for data in self._events:
                 if not begun:
@@ -184,7 +185,8 @@ class EventResponse(GenerationResponse):
                     await send(
                         {"type": "http.response.start", "status": 200, "headers": [*EVENTS, self.named]}
                     )
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+                    send_body = scope.get(BODY_SEND, send)
+                await send_body({"type": "http.response.body", "body": data, "more_body": True})
         except ApiError as error:
             self.door.metrics.error(error.status)
             if not begun:

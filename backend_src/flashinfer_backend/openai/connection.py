@@ -31,6 +31,8 @@ ARRIVES_S = 0.05
 # Between two looks whether a client that sends nothing more still reads.
 FIRST_LOOK_S, LOOK_S = 0.1, 1.0
 
+# Of a request's scope: sends parts of a body without the layers in between, which have no part in them.
+BODY_SEND = "flashinfer_backend.body_send"
 _connection: ContextVar[Connection] = ContextVar("connection")  # of the request that the application handles
 
 
@@ -96,6 +98,7 @@ class _Answers:
                 ended = True
                 connection.answered()
 
+        scope[BODY_SEND] = noted
         try:
             await self._app(scope, receive, noted)
         finally:

@@ -24,7 +24,7 @@ from flashinfer_backend.openai.requests import Sampling
 from flashinfer_backend.openai.sampling import Defaults, Guide, Limits
 from flashinfer_backend.openai.store import Store
 from flashinfer_backend.openai.template import ChatTemplate
-from flashinfer_backend.openai.token_lists import TokenTexts, chat_token, json_text
+from flashinfer_backend.openai.token_lists import TokenTexts, chat_token, text_of
 from flashinfer_backend.serving.adapters import AdapterNames
 from flashinfer_backend.serving.generation import GenerationRequest
 from flashinfer_backend.text.delta import DeltaDecoder
@@ -66,12 +66,12 @@ class Door:
         return self._decoders[skip_special_tokens]
 
     @cached_property
-    def token_texts(self) -> TokenTexts:
-        """Of json_text."""
-        return TokenTexts(json_text, self.decoder(skip_special_tokens=False))
+    def token_texts(self) -> TokenTexts[str]:
+        """Of text_of."""
+        return TokenTexts(text_of, self.decoder(skip_special_tokens=False))
 
     @cached_property
-    def chat_tokens(self) -> TokenTexts:
+    def chat_tokens(self) -> TokenTexts[bytes]:
         """Of chat_token."""
         return TokenTexts(chat_token, self.decoder(skip_special_tokens=False))
 

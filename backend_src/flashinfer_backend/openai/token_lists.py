@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import mod
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -24,33 +25,35 @@ MOST_PROMPT_LOGITS = 1 << 28  # bytes of a prompt's logits, which come as one me
 GROUPS = 512  # of a vocabulary, for finding its largest logits
 
 encode = msgspec.json.encode
+Text = TypeVar("Text", str, bytes)
 
 
-class TokenTexts(dict[int, bytes]):
+class TokenTexts(dict[int, Text]):
     """Tokens by their ids, each written once: at most the vocabulary, some 200 bytes of a token."""
 
-    def __init__(self, write: Callable[[bytes], bytes], decoder: DeltaDecoder) -> None:
+    def __init__(self, write: Callable[[bytes], Text], decoder: DeltaDecoder) -> None:
         """write: of a token's bytes. decoder: writes tokens, special ones too."""
         super().__init__()
-        self._write, self._decoder = write, decoder
+        self._write: Callable[[bytes], Text] = write
+        self._decoder = decoder
 
-    def __missing__(self, token: int) -> bytes:
+    def __missing__(self, token: int) -> Text:
         self[token] = made = self._write(self._decoder.piece(token))
         return made
 
 
-def json_text(data: bytes) -> bytes:
+def text_of(data: bytes) -> str:
     """A token's text."""
-    return encode(data.decode(errors="replace"))
+    return data.decode(errors="replace")
 
 
 def chat_token(data: bytes) -> bytes:
     """A token's object in a chat, with a place for its log probability as of printf."""
-    text = json_text(data).replace(b"%", b"%%")
+    text = encode(text_of(data)).replace(b"%", b"%%")
     return b'{"token":' + text + b',"logprob":%b,"bytes":' + encode(list(data)) + b"}"
 
 
-def chat_log_probs(chunk: Chunk, texts: TokenTexts, top: int) -> list[msgspec.Raw]:
+def chat_log_probs(chunk: Chunk, texts: TokenTexts[bytes], top: int) -> list[msgspec.Raw]:
     """Log probabilities of each token of a chunk, and of its `top` likeliest alternatives, for a chat. texts:
     of chat_token."""
     found = []
@@ -74,9 +77,9 @@ class TokenLists:
     """What is known of tokens in their order."""
 
     def __init__(
-        self, texts: TokenTexts, written: DeltaDecoder, offset: int = 0, context_ids: Sequence[int] = ()
+        self, texts: TokenTexts[str], written: DeltaDecoder, offset: int = 0, context_ids: Sequence[int] = ()
     ) -> None:
-        """texts: of json_text. written: writes the text, in which tokens have offsets. offset: characters of
+        """texts: of text_of. written: writes the text, in which tokens have offsets. offset: characters of
         the text before the first token. context_ids: the last ids before it."""
         self._texts, self._written = texts, written
         self._context = list(context_ids)
@@ -87,21 +90,18 @@ class TokenLists:
 
     def add(self, token: int, value: float | None, top: Iterable[tuple[int, float]]) -> None:
         """A token, its log probability (None: it has none) and the likeliest tokens in its place."""
-        text = self._texts[token]
-        own = listed = b"null"
+        text, texts = self._texts[token], self._texts
+        best: dict[str, float] | None = None
         if value is not None:
-            ids, values = zip((token, value), *top, strict=True)
-            own, *numbers = _numbers(values)
-            names = list(map(self._texts.__getitem__, ids[1:]))
-            best = dict(zip(names, numbers, strict=True))
-            if len(best) < len(names):  # of tokens that look alike the likeliest counts
-                best |= zip(names[::-1], numbers[::-1], strict=True)
-            best[text] = own
-            listed = b"{" + b",".join(map(b"%b:%b".__mod__, best.items())) + b"}"
-            self._total += max(value, LOWEST)
+            value = max(value, LOWEST)
+            best = {}
+            for other, found in top:  # of tokens that look alike the likeliest counts
+                best.setdefault(texts[other], max(found, LOWEST))
+            best[text] = value
+            self._total += value
             self.count += 1
-        for part, content in zip(self._parts.values(), (text, own, listed, b"%d" % self.offset), strict=True):
-            part += content
+        for part, content in zip(self._parts.values(), (text, value, best, self.offset), strict=True):
+            part += encode(content)
             part += b","
         self.offset += len(self._written.delta(self._context, [token], last=False))
         self._context = [*self._context[1 - CONTEXT_IDS :], token]
@@ -131,7 +131,7 @@ NAMES = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 def prompt_lists(
-    prompt: np.ndarray, logits: bytes | memoryview, top: int, texts: TokenTexts, written: DeltaDecoder
+    prompt: np.ndarray, logits: bytes | memoryview, top: int, texts: TokenTexts[str], written: DeltaDecoder
 ) -> TokenLists:
     """Of a prompt (int32 [n]) by its logits (float32 [n, V] as bytes), with the `top` likeliest for each
     token. The first token has no log probability. texts, written: as of TokenLists."""
@@ -143,7 +143,7 @@ def prompt_lists(
 
 
 def prompt_log_probs(
-    prompt: np.ndarray, logits: bytes | memoryview, top: int, texts: TokenTexts
+    prompt: np.ndarray, logits: bytes | memoryview, top: int, texts: TokenTexts[str]
 ) -> msgspec.Raw:
     """vLLM's prompt_logprobs of a prompt, as JSON; arguments as in prompt_lists. null for the first token,
     then an object by id of the token and the `top` likeliest, each with its log probability, its rank from 1
@@ -153,14 +153,11 @@ def prompt_log_probs(
         found = {token: (float(row[token]), int(np.count_nonzero(row >= row[token])))}
         for rank, (other, value) in enumerate(largest(row, top), 1):
             found.setdefault(other, (value, rank))
-        numbers = _numbers([value - total for value, _ in found.values()])
-        text += (
-            b",{"
-            + b",".join(
-                b'"%d":{"logprob":%b,"rank":%d,"decoded_token":%b}' % (each, number, rank, texts[each])
-                for (each, (_, rank)), number in zip(found.items(), numbers, strict=True)
-            )
-            + b"}"
+        text += b"," + encode(
+            {
+                str(each): {"logprob": max(value - total, LOWEST), "rank": rank, "decoded_token": texts[each]}
+                for each, (value, rank) in found.items()
+            }
         )
     return msgspec.Raw(text + b"]")
 

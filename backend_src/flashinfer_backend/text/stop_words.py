@@ -41,6 +41,7 @@ class StopWords:
         self.hold_back = hold_back
         self.sorted = sorted(filter(None, words)) if hold_back else []
         self.sorted_ids = sorted(tuple(ids) for ids in id_words if ids) if hold_back else []
+        self.inside = frozenset("".join(word[:-1] for word in words)) if hold_back else frozenset()
         self.longest = max(map(len, words), default=0)
         self.longest_ids = max(map(len, id_words), default=0)
 
@@ -96,13 +97,14 @@ class StopWordMatcher:
         self._tail += text
         free = min(self._free, len(new_ids))
         self._free -= free
-        found = [self._find_ids(new_ids, ends, free)]
+        first = self._find_ids(new_ids, ends, free)
         match = self._find(text, ends[free - 1] if free else self._length - len(text))
         if match is not None:
             begin, end, word = match
             ids = next(n for n, reached in enumerate(ends, start=1) if reached >= end)
-            found.append(StopMatch(word, begin - self._sent, end - self._sent, begin, end, ids))
-        first = min((m for m in found if m is not None), key=lambda m: (m.ids, m.begin), default=None)
+            other = StopMatch(word, begin - self._sent, end - self._sent, begin, end, ids)
+            if first is None or (other.ids, other.begin) < (first.ids, first.begin):
+                first = other
         if first is not None:
             return first
         self._tail = self._tail[max(0, len(self._tail) - self._words.longest) :]
@@ -137,8 +139,11 @@ class StopWordMatcher:
             return None
         recent = self._tail[-(len(text) + self._words.longest - 1) :]
         offset = self._length - len(recent)
-        found = ((offset + at + 1, index, size) for at, (index, size) in self._words.text_search.iter(recent))
-        matches = ((end - size, end, index) for end, index, size in found if end > after)
+        found = list(self._words.text_search.iter(recent))
+        if not found:
+            return None
+        ends = ((offset + at + 1, index, size) for at, (index, size) in found)
+        matches = ((end - size, end, index) for end, index, size in ends if end > after)
         return min(matches, key=lambda match: (match[1], match[0], match[2]), default=None)
 
     def _update_held(self, ends: list[int], new_chars: int) -> None:
@@ -154,6 +159,9 @@ class StopWordMatcher:
 
     def _beginning(self, new_chars: int) -> int:
         """Length of the longest end of the text that begins a stop word; it grows by at most new_chars."""
+        if self._tail[-1:] not in self._words.inside:
+            self._begun = 0
+            return 0
         longest = min(self._begun + new_chars, self._words.longest - 1, len(self._tail))
         ends = range(longest, 0, -1)
         self._begun = next((n for n in ends if _begins(self._words.sorted, self._tail[-n:])), 0)
@@ -161,6 +169,8 @@ class StopWordMatcher:
 
     def _beginning_ids(self, new_ids: int) -> int:
         """Number of the last ids that are the beginning of an id word: of the longest such one."""
+        if not self._words.sorted_ids:
+            return 0
         longest = min(self._begun_ids + new_ids, self._words.longest_ids - 1, len(self._ids))
         ends = range(longest, 0, -1)
         self._begun_ids = next((n for n in ends if _begins(self._words.sorted_ids, tuple(self._ids[-n:]))), 0)
