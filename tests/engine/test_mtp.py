@@ -141,6 +141,20 @@ def test_all_graphs_give_the_tokens_of_none(
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_drafts_at_the_longest_sequences_end(
+    made: tuple[Path, Reference], tmp_path: Path, captured: bool
+) -> None:
+    """Further ones have positions that no token can have."""
+    options: dict[str, Any] = {"tokens_per_block": 16, "max_seq_len": 40, "check_invariants": True}
+    plain = answers(start_core(made[0], **options), tmp_path / "plain", max_tokens=40)
+    core = start_core(made[0], **options, speculative_method="mtp", max_draft_len=4)
+    core.scheduler._pace.offers = lambda slots, rows: 4  # type: ignore[union-attr]  # though they never pay
+    capture = replayed(core.runner) if captured else None
+    assert answers(core, tmp_path / "with", max_tokens=40) == plain
+    assert core.scheduler.drafted_tokens and (capture is None or capture.replays > 5)
+
+
 def test_two_ranks_draft_the_same(made: tuple[Path, Reference], tmp_path: Path, monkeypatch: Any) -> None:
     """If one fed others than another, the sums of what they compute would be of different tokens."""
     folder, _ = made

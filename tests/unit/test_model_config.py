@@ -22,7 +22,7 @@ from flashinfer_backend.core.shard import Part, Shard
 from flashinfer_backend.models.errors import UnsupportedModelError
 from flashinfer_backend.models.hf import ARCHITECTURES, read_spec
 from flashinfer_backend.models.hf.end_ids import tokenizer_end_ids
-from flashinfer_backend.models.rope import cos_sin, inv_freq
+from flashinfer_backend.models.rope import AHEAD, cos_sin, inv_freq
 from flashinfer_backend.models.spec import Experts, LinearScaling, ModelSpec
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.ops import torch_ops
@@ -227,7 +227,7 @@ def test_yarn_stretches_what_a_model_computes(tmp_path):
 
 def test_rope_table_holds_cosines_then_sines(tmp_path):
     table = cos_sin(parse(tmp_path, rope_scaling=None).attention.rope, 50)
-    assert table.shape == (50, 128) and table.dtype == torch.float32
+    assert table.shape == (50 + AHEAD, 128) and table.dtype == torch.float32
     angle = 49 * 500000.0 ** (-2 * 3 / 128)
     assert table[49, 3].item() == pytest.approx(math.cos(angle), abs=1e-5)
     assert table[49, 64 + 3].item() == pytest.approx(math.sin(angle), abs=1e-5)

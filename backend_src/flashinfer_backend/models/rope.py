@@ -10,6 +10,8 @@ from torch import Tensor
 
 from flashinfer_backend.models.spec import LinearScaling, Llama3Scaling, LongScaling, Rope, YarnScaling
 
+AHEAD = 15  # positions behind the last one of a sequence, which drafts by a head can have
+
 
 def inv_freq(rope: Rope, max_positions: int = 0) -> Tensor:
     """Rotary frequencies in radians per position, [dim/2] float32, with the checkpoint's scaling applied.
@@ -58,11 +60,12 @@ def _ramp(rope: Rope, scaling: YarnScaling) -> Tensor:
 
 
 def cos_sin(rope: Rope | None, max_positions: int) -> Tensor:
-    """[max_positions, rope.dim] float32: cosines in the first half of the columns, sines in the last; without
-    a rope no columns."""
+    """[max_positions + AHEAD, rope.dim] float32: cosines in the first half of the columns, sines in the last;
+    without a rope no columns."""
+    rows = max_positions + AHEAD
     if rope is None:
-        return torch.empty(max_positions, 0)
-    angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inv_freq(rope, max_positions))
+        return torch.empty(rows, 0)
+    angles = torch.outer(torch.arange(rows, dtype=torch.float32), inv_freq(rope, max_positions))
     magnitude = getattr(rope.scaling, "magnitude", 1.0)
     return torch.cat((angles.cos() * magnitude, angles.sin() * magnitude), dim=-1)
 
