@@ -81,7 +81,8 @@ class ItemAttention:
                 first = 0 if self._window is None else max(0, seen - self._window)
                 assert where[0] <= first, "keys that were not planned"
                 keys = torch.arange(first, seen)
-                blocks, places = table[slot, keys // k_cache.shape[1]], keys % k_cache.shape[1]
+                columns = (keys // k_cache.shape[1]).clamp(max=table.shape[1] - 1)  # drafts may reach beyond
+                blocks, places = table[slot, columns], keys % k_cache.shape[1]
                 k, v = (cache[blocks, places].transpose(0, 1)[None] for cache in (k_cache, v_cache))
                 query = q[row * feeds + j][None, :, None]
                 attended = F.scaled_dot_product_attention(query, k, v, enable_gqa=True)

@@ -5,7 +5,7 @@
 
 Each answer has to be the one that the same request gets alone, in an engine without drafts, prefix reuse or
 other requests. Tiny checkpoints of tests/checkpoints.py; drafts are guesses from the answers, of which some
-are wrong, or those of the knob `speculative_method=ngram`.
+are wrong, or those of the knob `speculative_method`: ngram, and mtp where a checkpoint has a head.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from client.arguments import integer  # noqa: E402
 from engine.harness import start_core  # noqa: E402
 from engine.test_drafts import Replay  # noqa: E402
 from engine.test_graph_steps import replayed  # noqa: E402
+from engine.test_mtp import Reference  # noqa: E402
 from flashinfer_backend.core.config import EngineConfig, resolve_limits  # noqa: E402
 from flashinfer_backend.core.sampling_params import SamplingParams  # noqa: E402
 from flashinfer_backend.engine.loop import EngineLoop  # noqa: E402
@@ -99,8 +100,9 @@ def _resolve_limits(config: EngineConfig, longest: int) -> EngineConfig:
 class ModelWorld(World):
     """A real runner in place of the model of a device."""
 
-    def __init__(self, folder: Path, alone: Alone, settings: Settings, seed: int) -> None:
-        self.folder, self.alone = folder, alone
+    def __init__(self, folder: Path, alone: Alone, has_head: bool, settings: Settings, seed: int) -> None:
+        """has_head: the checkpoint brings a head that drafts."""
+        self.folder, self.alone, self.has_head = folder, alone, has_head
         self.proposer: Replay | None = None
         super().__init__(replace(settings, adapters=0, full=True), seed)
         self.counts["walks with drafts"] += self.scheduler.drafts > 0
@@ -116,16 +118,20 @@ class ModelWorld(World):
         }
         del own["model_dir"]
         make: Any = None
-        if settings.drafts and choose([True, True, False]):
-            self.proposer = Replay(settings.drafts, 1 - settings.right_drafts)
-            make = self.proposer
+        methods = ["", "", "ngram", *["mtp"] * self.has_head]
+        if settings.drafts and (method := choose(methods)):
+            own |= {"speculative_method": method, "max_draft_len": settings.drafts}
+            self.counts[f"walks with {method}"] += 1
         elif settings.drafts:
-            own |= {"speculative_method": "ngram", "max_draft_len": settings.drafts}
+            make = self.proposer = Replay(settings.drafts, 1 - settings.right_drafts)
         resolve = mock.patch.object(start, "resolve_limits", _resolve_limits)
         with resolve, mock.patch.object(scheduler, "SNAPSHOT_TOKENS", SNAPSHOT_TOKENS):
             core = start_core(self.folder, proposer=make, **own)
         settings.longest = core.config.max_seq_len
         core.scheduler._budget = StepBudget(core.config, settings.numbers())
+        if (pace := core.scheduler._pace) is not None and choose([True, True, False]):
+            counts = [0, *pace._counts.tolist()]  # whether they pay or not
+            pace.offers = lambda *_: self.load_rng.choice(counts)  # type: ignore[method-assign]
         mixers = core.spec.attentions  # those of replayed graphs have none of these
         ordinary = not any(m.scale or m.sinks or m.soft_cap or m.variant for m in mixers)
         if choose([True, False]) and ordinary:
@@ -145,6 +151,7 @@ class ModelWorld(World):
         if failing == "before":
             fail()
         self.counts["restored states"] += len(plan.restored)
+        self.counts["states kept within a row"] += len(plan.cuts)
         return self._launch(plan, fail if failing else started, *more)
 
     def _expected(self, prompt: list[int], params: SamplingParams, adapter: AdapterState | None) -> Asked:
@@ -173,7 +180,9 @@ def walk_model(
         if kind in ("qwen3.5", "qwen3-next"):
             sizes |= {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
         checkpoint = make_checkpoint(kind, Path(folder) / "model", **sizes)
-        make = functools.partial(ModelWorld, checkpoint, Alone(checkpoint))
+        if has_head := kind == "qwen3.5":
+            Reference(checkpoint)  # writes the head
+        make = functools.partial(ModelWorld, checkpoint, Alone(checkpoint), has_head)
         return walk(steps, seed, episodes, length, make)
 
 
