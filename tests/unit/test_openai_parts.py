@@ -138,6 +138,15 @@ def test_arguments_of_calls_are_counted_before_they_are_parsed() -> None:
         plain_messages(messages(json.dumps([0] * (half + 1))))
 
 
+def test_the_first_request_makes_no_tables_and_compiles_no_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would hold up the streams of the process."""
+    door = Door(Model(["m"], EngineConfig(model_dir="bundled")), cast(Any, None))
+    monkeypatch.setattr("jinja2.Environment.compile", None)
+    monkeypatch.setattr(DeltaDecoder, "_fill_tables", None)
+    assert door.render([{"role": "user", "content": "Hi"}])
+    assert [door.decoder(skip).decode([70]) for skip in (True, False)]
+
+
 def test_the_first_chat_imports_nothing() -> None:
     # An import of a second would hold up the streams of the process.
     program = (

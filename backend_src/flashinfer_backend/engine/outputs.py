@@ -101,8 +101,10 @@ def row_reports(
     by_index: dict[int, protocol.RowReport] = {}
 
     def report(index: int) -> protocol.RowReport:
-        local_id = int(table.local_id[outcome.slots[index]])
-        return by_index.setdefault(index, protocol.RowReport(local_id, int(outcome.turns[index])))
+        if (found := by_index.get(index)) is None:
+            local_id = int(table.local_id[outcome.slots[index]])
+            found = by_index[index] = protocol.RowReport(local_id, int(outcome.turns[index]))
+        return found
 
     if output.log_probs or output.generation_logits:
         carries = outcome.tokens != protocol.NO_TOKEN
