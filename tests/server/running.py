@@ -37,6 +37,7 @@ START_S = 240
 TIMEOUT_S = 120
 KEY = "a-key"  # of the OpenAI API, where it asks for one
 LLM_LOGITS_MIB = 8  # max_logits_mib of the server `contract`
+NGRAM = ("speculative_method=ngram", "max_draft_len=4")  # knobs
 JSON_LOGITS_MIB = 4  # its max_json_logits_mib
 
 

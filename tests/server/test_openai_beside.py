@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import KEY, BothDoors, both_running, build_repository, wait_for
+from metering import shown
+from running import KEY, NGRAM, BothDoors, both_running, build_repository, wait_for
 
 from flashinfer_backend.openai.arguments import KEYS_VARIABLE
 from ports import free_ports
@@ -31,7 +32,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothDoors]:
     folder = tmp_path_factory.mktemp("both")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(KEYS_VARIABLE, KEY)
-        with both_running(build_repository(folder), folder) as server:
+        with both_running(build_repository(folder, *NGRAM), folder) as server:
             yield server
 
 
@@ -57,6 +58,32 @@ def test_one_engine_has_both_doors_requests(both: BothDoors) -> None:
     both.post({"text_input": prompt, "max_tokens": 2})
     _, text = both.openai("/v1/completions", {"prompt": prompt, "max_tokens": 2})
     assert json.loads(text)["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64, "found by the other"
+
+
+def test_drafts_are_counted_at_both_doors(both: BothDoors) -> None:
+    def counted() -> tuple[list[float], list[float]]:
+        """Checked and accepted drafts, of tritonserver's metrics and of the API's."""
+        names = [f"flashinfer_backend_{name}_total" for name in ("drafted_tokens", "accepted_draft_tokens")]
+        api = both.openai("/metrics")[1].decode()
+        own = (f"flashinfer_backend_openai_engine_{name}_tokens" for name in ("drafted", "accepted"))
+        found = (re.search(rf"^{name} (\S+)$", api, re.MULTILINE) for name in own)
+        return [shown(both).get(name) for name in names], [float(each[1]) for each in found if each]
+
+    wait_for(lambda: len({*map(tuple, counted())}) == 1, "both to know the same")
+    before = counted()[0]
+    body = {"prompt": "red blue green " * 20, "max_tokens": 40, "temperature": 0.0, "ignore_eos": True}
+    details = json.loads(both.openai("/v1/completions", body)[1])["usage"]["completion_tokens_details"]
+    accepted = details["accepted_prediction_tokens"]
+    drafted = accepted + details["rejected_prediction_tokens"]
+    options = {"text_input": body["prompt"], "return_perf_metrics": True, "max_tokens": 40}
+    answer = both.post(options)[1]
+    drafted += answer["total_draft_tokens"]
+    accepted += answer["total_accepted_draft_tokens"]
+    assert drafted > accepted > 0
+    off = both.openai("/v1/completions", body | {"speculative_decoding": False})[1]
+    assert "accepted_prediction_tokens" not in json.dumps(json.loads(off)["usage"])
+    after = [before[0] + drafted, before[1] + accepted]
+    wait_for(lambda: counted() == (after, after), "both to count these drafts and no others")
 
 
 def test_tools_for_a_template_that_shows_none(both: BothDoors) -> None:
