@@ -6,10 +6,9 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 import msgspec
@@ -18,13 +17,10 @@ import torch
 
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.contract import Prepared
-from flashinfer_backend.cache.device import KVCache, StateCache
-from flashinfer_backend.cache.groups import CacheGroup
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.draft_counts import drafted_shapes
 from flashinfer_backend.core.progress import telling
 from flashinfer_backend.core.step import StepOutput, StepPlan
-from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.ops.staging import Download, ReadbackRing
 from flashinfer_backend.ops.weight import Chosen
 from flashinfer_backend.sampling.logprobs import context_logits
@@ -80,25 +76,18 @@ class Runner:
     def __init__(
         self,
         config: EngineConfig,
-        model: Transformer,
-        ops: ModuleType,
-        groups: Sequence[CacheGroup],
-        caches: Sequence[KVCache],
+        state: DeviceState,
         proposer: Proposer | None = None,
         adapters: AdapterLoader | None = None,
-        states: StateCache | None = None,
     ) -> None:
-        """caches: of each group's layers. proposer: of drafts. adapters: where the model has room for some.
-        states: as of DeviceState. Raises ValueError where drafts cannot be checked."""
+        """proposer: of drafts, as of the state. adapters: where the model has room for some."""
         drafts = proposer.count if proposer is not None else 0
-        self.state = DeviceState(config, model, ops, groups, caches, proposer, states)
-        self.device, self.adapters = self.state.device, adapters
-        self.drafting = Drafting(proposer, self.state) if proposer is not None else None
+        self.state, self.device, self.adapters = state, state.device, adapters
+        self.drafting = Drafting(proposer, state) if proposer is not None else None
         # Tokens and log probabilities of each; with drafts, how many tokens a row comes to, and new drafts.
         self._readback = ReadbackRing((3 + 3 * drafts) * config.max_num_seqs, self.device)
-        vocab, state = model.spec.vocab_size, self.state
         own = state.staging, state.last_token, state.lengths, state.drafts
-        self.sampler = Sampler(ops, vocab, config, self.device, *own)
+        self.sampler = Sampler(state.ops, state.model.spec.vocab_size, config, self.device, *own)
         self.graphs: DecodeGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None
         # The same of steps in which a row has an adapter.

@@ -28,6 +28,7 @@ from flashinfer_backend.speculate.methods import chosen
 from flashinfer_backend.speculate.proposer import MakeProposer
 from flashinfer_backend.worker import prebuild, prebuild_triton
 from flashinfer_backend.worker.adapters import AdapterLoader
+from flashinfer_backend.worker.device_state import DeviceState
 from flashinfer_backend.worker.gpu_turns import GpuTurn, Neighbours
 from flashinfer_backend.worker.graphs import default_sizes
 from flashinfer_backend.worker.runner import Runner
@@ -152,7 +153,8 @@ def start_runner(
         KVCache.allocate(_cache_format(config, model, group.layers), count + 1, device)
         for group, count in zip(groups, blocks, strict=True)
     ]
-    runner = Runner(config, model, ops, groups, caches, proposer, adapters, states)
+    state = DeviceState(config, model, ops, groups, caches, proposer, states)
+    runner = Runner(config, state, proposer, adapters)
     _warm_up(config, runner)
     if turn is not None:
         own = sum(g.bytes_per_block * (n + 1) for g, n in zip(groups, blocks, strict=True))
