@@ -278,7 +278,7 @@ def test_engine(layout, kind, tmp_path):
 
 def test_xqa_is_refused(tmp_path):
     folder = make_quantised("dense", "llama", tmp_path / "model", **SIZES).folder
-    with pytest.raises(ValueError, match="attention_backend xqa has one scale for keys and values"):
+    with pytest.raises(ValueError, match="attention_backend=xqa has one scale for keys and values"):
         start_core(folder, **SETTINGS, attention_backend="xqa")
 
 

@@ -161,11 +161,6 @@ def _check_device(values: dict[str, str], model: ModelSpec | None, problems: lis
                 f"cuda_graph_batch_sizes={graphs} needs a GPU: with device=cpu it should be none or auto"
             )
         return
-    if backend == "xqa" and values["kv_cache_dtype"] != "auto":
-        problems.append(
-            f"attention_backend=xqa has one scale for keys and values: with kv_cache_dtype="
-            f"{values['kv_cache_dtype']} it should be auto, triton or fa2"
-        )
     in_fp8 = model is not None and model.format.startswith("fp8")
     if values["device"] == "cuda" and backend != "torch" and in_fp8 and dtype in ("float16", "float32"):
         problems.append(f"dtype={dtype}: weights in FP8 need dtype=bfloat16 or auto on a GPU")

@@ -346,6 +346,11 @@ def contradictions(config: EngineConfig, longest_seq_len: int) -> list[str]:
             f"enable_chunked_context=false needs max_num_tokens={budget} to be at least {max_input_len}, "
             f"since a prompt of {input_len} tokens has to fit one step; or set a smaller max_input_len"
         )
+    if config.attention_backend == "xqa" and config.kv_cache_dtype != "auto":
+        problems.append(
+            f"attention_backend=xqa has one scale for keys and values: with kv_cache_dtype="
+            f"{config.kv_cache_dtype} it should be auto, triton or fa2"
+        )
     for name in ("kv_events_endpoint", "kv_events_replay_endpoint"):
         endpoint = getattr(config, name)
         if endpoint != "none" and not re.fullmatch(r"tcp://\S+:[0-9]{1,5}", endpoint):

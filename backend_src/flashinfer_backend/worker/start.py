@@ -235,11 +235,6 @@ def _dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch
 def check_cuda_formats(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> None:
     """Raise ValueError for formats that the CUDA kernels do not compute."""
     slow = "attention_backend=torch computes it, slowly"
-    if config.kv_cache_dtype != "auto" and config.attention_backend == "xqa":
-        raise ValueError(
-            f"attention_backend xqa has one scale for keys and values: with kv_cache_dtype "
-            f"{config.kv_cache_dtype} set attention_backend=auto"
-        )
     if config.attention_backend in ("fa2", "xqa", "triton"):
         _check_scores(config, spec)
     if spec.experts is not None:
