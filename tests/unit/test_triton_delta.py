@@ -124,7 +124,8 @@ def check(case: Case, where: str, dtype: torch.dtype) -> None:
             assert error(found, plain) < allowed, f"{name} of {case}: {error(found, plain)}"
         for row in (cuts > starts[:-1]).nonzero()[:, 0].tolist():
             last = (first[row] + cuts[row] - starts[row] - 1 - torch.arange(WIDTH - 1)) % kept
-            plain, found = (own.inputs[saves[row], last.to(own.inputs.device)].cpu() for own in own_states)
+            at = int(saves[row]), last.long()
+            plain, found = (own.inputs.cpu()[at] for own in own_states)
             assert torch.equal(plain[:, : sizes.channels], found[:, : sizes.channels].float())
         grown = words(lengths)
         if drafts:
