@@ -83,6 +83,16 @@ def test_errors_of_guides_name_the_field_that_was_sent(more: Any, form: Any, mes
     assert wrong.value.param == (list(more) or ["text.format"])[0]
 
 
+@pytest.mark.parametrize(("body", "place"), [
+    ({}, "messages"),
+    ({**CHAT, "response_format": {}}, "response_format.type"),
+])  # fmt: skip
+def test_what_is_missing_is_named_by_its_place(body: dict[str, Any], place: str) -> None:
+    with pytest.raises(ApiError) as error:
+        requests.decode(requests.ChatRequest, json.dumps(body).encode())
+    assert (str(error.value), error.value.param) == (f"{place} is missing", place)
+
+
 def test_the_page_shows_the_table() -> None:
     shown = DOCS.read_text().partition("## Fields without effect")[2].partition("\n## ")[0]
     listed = set(re.findall(r"`([a-z_.]+)`", "".join(re.findall(r"^\| (`.*?) \|", shown, re.MULTILINE))))

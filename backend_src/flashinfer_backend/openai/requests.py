@@ -444,7 +444,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 Body = TypeVar("Body", bound=msgspec.Struct)
 _UNKNOWN = re.compile(r"Object contains unknown field `(.+?)`(?: - at `\$\.?(.*)`)?")
 _WRONG = re.compile(r"(.*) - at `\$\.?(.*)`", re.DOTALL)
-_MISSING = re.compile(r"Object missing required field `(.+?)`")
+_MISSING = re.compile(r"Object missing required field `(.+?)`(?: - at `\$\.?(.*)`)?")
 
 
 class _Named(msgspec.Struct):
@@ -484,13 +484,19 @@ def _worded() -> Iterator[None]:
 
 def _error(text: str) -> ApiError:
     if found := _UNKNOWN.match(text):
-        place = f"{found[2]}.{found[1]}" if found[2] else found[1]
+        place = _place(found)
         return ApiError(f"Unrecognized request argument supplied: {place}", param=place)
     if found := _MISSING.match(text):
-        return ApiError(f"{found[1]} is missing", param=found[1], code="missing_required_parameter")
+        place = _place(found)
+        return ApiError(f"{place} is missing", param=place, code="missing_required_parameter")
     if found := _WRONG.fullmatch(text):
         return ApiError(f"{found[2]}: {found[1]}", param=found[2])
     return ApiError(text)
+
+
+def _place(found: re.Match[str]) -> str:
+    """Of a field, by its name and the path of what holds it."""
+    return f"{found[2]}.{found[1]}" if found[2] else found[1]
 
 
 def _check_words(name: str, words: Sequence[str]) -> None:

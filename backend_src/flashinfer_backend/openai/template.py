@@ -108,8 +108,10 @@ class ChatTemplate:
         given = [name for name, value in (("tools", tools), ("documents", documents)) if value]
         for name in given + list(variables or {}):
             if not _uses(name, source):
-                param = name if name in ("tools", "documents") else "chat_template_kwargs"
-                raise ApiError(f"the checkpoint's chat template makes no use of {name}", param=param)
+                known = name in ("tools", "documents")
+                param = name if known else "chat_template_kwargs"
+                told = name if known else f"{name} of {param}"
+                raise ApiError(f"the checkpoint's chat template makes no use of {told}", param=param)
 
         def rendered(messages: list[dict[str, Any]], tools: Any) -> str:
             found: Any = render_jinja_template(
