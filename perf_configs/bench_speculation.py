@@ -79,7 +79,7 @@ def rate(core: Core, batch: int) -> tuple[float, float, float]:
     seconds = time.perf_counter() - began
     tokens, steps = driver.socket.output_tokens - tokens, len(driver.shapes) - steps
     graphs = core.runner.graphs
-    graph = math.nan if graphs is None else graph_seconds(core, graphs, batch) * 1e3
+    graph = math.nan if graphs is None or graphs.last is None else graph_seconds(core, graphs) * 1e3
     driver.stop()
     return tokens / seconds, tokens / steps / batch, graph
 

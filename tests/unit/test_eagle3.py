@@ -88,6 +88,9 @@ def test_weights_are_quantised_on_load(target: Transformer, tmp_path: Path):
     assert head.fc.format.name == head.lm_head.format.name == "fp8_on_load"
     odd = load(make_head("speculators", tmp_path / "odd", **SIZES), target, fp8=True).head
     assert odd.fc.format.name == "fp8_on_load" and odd.lm_head.format.name == "dense"
+    made = make_head("speculators", tmp_path / "random", **SIZES | {"known": 96})
+    random = load(made, target, load_format="dummy", fp8=True).head
+    assert 0.01 < float((random.fc.data.float() * random.fc.scale).std()) < 0.03
 
 
 NESTED = "transformer_layer_config"

@@ -117,7 +117,7 @@ def _fill_randomly(model: Model, seed: int) -> None:
                 elif not quantised:
                     parameter.normal_(0.0, model.spec.initializer_range, generator=generator)
             if isinstance(module, Weight) and quantised:
-                for weight in _matrices(module, experts[module]):
+                for weight in _matrices(module, experts.get(module, 0)):
                     values = torch.empty(weight.shape, dtype=model.dtype, device=model.device)
                     values.normal_(0.0, model.spec.initializer_range, generator=generator)
                     weight.format.fill(weight, values)

@@ -16,7 +16,6 @@ from flashinfer_backend.ops.int4 import BLOCK
 # model's, 128 tokens take the CUDA kernel 232 us and written out 331, 256 tokens 410 and 371.
 MOST_UNTUNED = 128
 FEW = 4  # tokens, up to which a split product with adapters stays split
-UNSPLIT = True
 
 
 def choose(role: Role, tokens: int, weight: Tensor) -> Tiling | None:
@@ -45,7 +44,7 @@ def _choose_adapted(role: Role, tokens: int, rows: int, inner: int) -> Tiling | 
         return None
     whole = msgspec.structs.replace(tiling, split=1)
     enough = device.sms() // 3 <= rows // tiling.rows <= device.sms() * 3 // 4
-    tiling = whole if UNSPLIT and tokens > FEW and enough else tiling
+    tiling = whole if tokens > FEW and enough else tiling
     return tiling if tiling.fits((rows, inner), role == GATED, tokens) else None
 
 

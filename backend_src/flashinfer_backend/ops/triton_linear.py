@@ -39,7 +39,6 @@ from flashinfer_backend.ops.triton_adapters import (
 from flashinfer_backend.ops.triton_prefetch import prefetch_rows
 from flashinfer_backend.ops.weight import Chosen, LowRank
 
-BESIDE = True  # whether a product's launch also shrinks
 SPLITS = 4  # programs that share the columns of x to shrink
 MOST_TURNS = 16  # of a program that shrinks, one after the other
 FEWEST = 4  # programs that shrink, also where the product itself has one for each SM
@@ -325,7 +324,7 @@ def _beside(
     # On SMs that the last wave of the product's programs leaves free.
     shrinkers = min(tasks, max(FEWEST, -blocks * tiling.split % device.sms()))
     # Few of them have few turns: there the product has a share of its own for each SM, and is done sooner.
-    if BESIDE and tasks <= min(shrinkers, MOST_TURNS) * shrinkers:
+    if tasks <= min(shrinkers, MOST_TURNS) * shrinkers:
         inner = torch.empty(SPLITS, tokens, parts, rank, dtype=torch.float32, device=x.device)
     else:
         shrinkers, inner = 0, shrink(x, low, chosen, norm_weight, SPLITS, native).inner
