@@ -323,6 +323,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"--lengths {error}")
     reuse = str(bool(options.shared)).lower()
     own = {"max_num_seqs": "1024", "max_queue_size": "0", "enable_kv_cache_reuse": reuse}
+    own["read_shared_prefixes_once"] = reuse
     parameters = parameters_from(parser, options, **own)
     began = time.perf_counter()
     core = start_on_gpu(parser, parameters)

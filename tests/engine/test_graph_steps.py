@@ -228,6 +228,7 @@ def test_rows_that_share_prefixes_read_them_once(ranks: int, tmp_path: Path, mon
         for i in range(len(prompts))
     ]
     settings = {"tokens_per_block": 16, "max_num_seqs": 16, "max_seq_len": 512, "max_num_tokens": 512}
+    settings["read_shared_prefixes_once"] = True
     produced, runners = [], []
 
     def replace(runner: Any) -> None:

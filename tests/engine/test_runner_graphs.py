@@ -171,7 +171,9 @@ def test_decode_rows_beside_prompts_read_shared_prefixes_once(tmp_path: Path, mo
     params = [SamplingParams(max_tokens=10 + 3 * (i % 5), temperature=0.0) for i in range(16)]
     produced = []
     for name in ("without", "graphs"):
-        core = start_core(Path("bundled"), tokens_per_block=16, max_num_seqs=8)
+        core = start_core(
+            Path("bundled"), tokens_per_block=16, max_num_seqs=8, read_shared_prefixes_once=True
+        )
         if name == "graphs":
             (attention,) = graphed(core.runner.state)
             core.runner.capture_graphs([2, 4, 8])

@@ -139,7 +139,8 @@ def test_an_engine_whose_rows_share_prefixes(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(prefixes.SharedPrefixes, "of", counted)
     monkeypatch.setattr(prefixes, "LEAST_SAVED", 1 << 16)
     settings = {"max_num_tokens": 512, "max_num_tokens_while_decoding": 256, "max_num_seqs": 16}
-    core = start_core(folder, device="cuda", tokens_per_block=16, **settings)
+    once = {"tokens_per_block": 16, "read_shared_prefixes_once": True}
+    core = start_core(folder, device="cuda", **settings, **once)
     with serve(core, tmp_path / "run") as client:
         produced = client.generate(prompts, SamplingParams(max_tokens=32, temperature=0.0))
     assert sum(found is not None for found in steps) > 20

@@ -43,7 +43,7 @@ SIZES_8B = {
     "vocab_size": 128256,
 }
 BUNDLED, LLAMA = bundled(), bundled(**SIZES_8B)
-CONFIG = EngineConfig(model_dir="", max_seq_len=8192)
+CONFIG = EngineConfig(model_dir="", max_seq_len=8192, read_shared_prefixes_once=True)
 VOCAB = 1000
 META = torch.device("meta")
 SIZES = (1, 7, 64, 300, 4096)

@@ -179,6 +179,9 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     start_stall_minutes: Annotated[int, Setting(
         "an engine without progress for this long during startup (no tensor read, no file compiled, no first"
         " step) is ended; 0 = never", low=0, high=10080)] = 30
+    read_shared_prefixes_once: Annotated[bool, Setting(
+        "decode rows whose sequences begin with the same cached blocks read these once a step, where that"
+        " saves enough; its kernel is checked on CPUs, its results on a GPU are not yet")] = False
     compare_attention: Annotated[bool, Setting(
         "for finding faults: run plain torch's attention next to the chosen one for the first 64 tokens of"
         " each prompt, and log the largest error by layer. Steps are slow then, and none is a graph")] = False

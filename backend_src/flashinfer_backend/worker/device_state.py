@@ -76,7 +76,8 @@ class DeviceState:
         self.block_table = self.block_tables[0]
         format = self.kv_cache.format
         bytes_per_token = format.bytes_per_token // format.num_layers
-        self.prefixes = SharedPrefixes(*shape[1:], self.block_size, bytes_per_token)
+        once = config.read_shared_prefixes_once
+        self.prefixes = SharedPrefixes(*shape[1:], self.block_size, bytes_per_token, once)
         self.lengths = torch.zeros(rows, dtype=torch.int32, device=self.device)
         self.last_token = torch.zeros(rows, dtype=torch.int32, device=self.device)
         self.adapters = torch.full((rows,), -1, dtype=torch.int32, device=self.device)

@@ -161,7 +161,8 @@ class DecodeGraphs:
         self.last: torch.cuda.CUDAGraph | None = None  # replayed, without tails
         # By rows. Adapters and drafts have none.
         self._sharing: dict[int, DecodeStep] = {}
-        for size in reversed([] if drafting is not None or adapted else sharing_sizes(self._sizes)):
+        once = state.prefixes.enabled and drafting is None and not adapted
+        for size in reversed(sharing_sizes(self._sizes) if once else []):
             found = self._try_capture(StepShape(size, size, 1, shared=True), capture)
             if found is None:
                 break
@@ -476,7 +477,8 @@ class MixedGraphs:
                     own = block_table, self._no_words, state.attended_lengths
                     if (full := self._capture_full(size, attention.captured(steps, *own), rows)) is not None:
                         self._full.setdefault(size, []).append(full)
-                if size <= LARGEST_SHARING and not adapted and size in self._full:
+                once = state.prefixes.enabled and size <= LARGEST_SHARING and not adapted
+                if once and size in self._full:
                     shared = attention.captured(steps._replace(shared=True), *own)
                     if (full := self._capture_full(size, shared, most)) is not None:
                         self._sharing[size] = full

@@ -214,7 +214,8 @@ def call_operations(
                     q, cache, q, *given,
                     soft_cap=cap, sinks=sink, rows=rows, lengths=ends, window=window,
                 )  # fmt: skip
-            if plain and not drafts and not fp8_cache and PrefixTiles.fit(heads, kv_heads):
+            once = config.read_shared_prefixes_once and plain and not drafts and not fp8_cache
+            if once and PrefixTiles.fit(heads, kv_heads):
                 q, work = empty(rows, heads, dim), SharedWork(words(2, PREFIX_WORDS), words(rows))
                 prefix_parts(q, cache, work, table, workspace, dim**-0.5)
                 triton_decode.decode(q, cache, q, *given, rows=rows, shared=True)

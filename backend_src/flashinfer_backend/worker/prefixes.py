@@ -19,7 +19,9 @@ LEAST_SAVED = 64 << 20
 class SharedPrefixes:
     """The host's copy of the first cache group's block table."""
 
-    def __init__(self, slots: int, columns: int, block_size: int, bytes_per_token: int) -> None:
+    def __init__(
+        self, slots: int, columns: int, block_size: int, bytes_per_token: int, enabled: bool = True
+    ) -> None:
         """bytes_per_token: of one layer."""
         self._blocks = np.zeros((slots, columns), np.int32)
         self._block_size = block_size
@@ -27,7 +29,7 @@ class SharedPrefixes:
         # Of the rows that were asked for last: a sequence shares what it did when it came to its slot.
         self._slots: bytes | None = None
         self._found: Prefixes | None = None
-        self.enabled = True  # may be switched off, to compare
+        self.enabled = enabled  # may be switched off later, to compare
 
     def note(self, plan: StepPlan) -> None:
         """Take in a step's new blocks; of every step, before it is asked for."""
