@@ -104,13 +104,15 @@ def test_what_waits_there_is_counted_cancelled_refused_late_and_dropped_with_its
     made.cancel(1)
     made.step()
     assert made.socket.codes == {1: protocol.FINISHED_CANCELLED} and len(door) == 1
-    made.socket.inbox.append(protocol.Goodbye(STUB))
+    made.socket.inbox.append(protocol.Goodbye(STUB, said=False))
     made.step()
     assert len(door) == 0 and made.loop.status().requests_active == 0
-    made.socket.inbox.append(protocol.Goodbye(STUB))  # as at the end of an idle server
+    made.submit(5, 3, seed=1)
+    made.step()
+    made.socket.inbox.append(protocol.Goodbye(STUB))  # as at the end of a server whose streams are open
     made.step()
     texts = [record.getMessage() for record in caplog.records]
-    assert texts == [f"process {STUB} has left; its open requests, 1, are dropped"]
+    assert texts == [f"process {STUB} has died; its open requests, 1, are dropped"]
     assert made.loop.preparations.poll_ms is None
 
 

@@ -160,7 +160,7 @@ class EngineLoop:
             if message.wants_status:
                 self._next_status = 0.0
         elif isinstance(message, protocol.Goodbye):
-            self._drop_stub(message.pid)
+            self._drop_stub(message.pid, message.said)
 
     def _submit(self, message: protocol.Submit) -> None:
         # What has come since the last plan waits for no other request while there are slots.
@@ -324,13 +324,14 @@ class EngineLoop:
         told = report.queue_ns is not None or report.perf is not None
         self.socket.send_tokens(pid, frame, [report] if told else None)
 
-    def _drop_stub(self, pid: int) -> None:
+    def _drop_stub(self, pid: int, said: bool) -> None:
         count = len(self.scheduler.requests) + len(self.preparations)
         for request in [r for r in self.scheduler.requests.values() if r.handle >> 32 == pid]:
             self.scheduler.release(request)
         self.preparations.drop_stub(pid)
-        if dropped := count - len(self.scheduler.requests) - len(self.preparations):
-            log.warning("process %d has left; its open requests, %d, are dropped", pid, dropped)
+        dropped = count - len(self.scheduler.requests) - len(self.preparations)
+        if dropped and not said:
+            log.warning("process %d has died; its open requests, %d, are dropped", pid, dropped)
         self.socket.forget(pid)
 
     def _send_status(self) -> None:

@@ -80,7 +80,7 @@ class EngineSocket:
             if pid in self._pidfd:  # else it has said goodbye
                 if (stub := self._stubs.get(pid)) is not None:
                     stub.remove_memory()  # tritonserver would leave it behind
-                yield protocol.Goodbye(pid)
+                yield protocol.Goodbye(pid, said=False)
 
     def _decode(self, body: bytes) -> protocol.ToEngine | None:
         try:

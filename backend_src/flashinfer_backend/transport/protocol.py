@@ -103,9 +103,11 @@ class Freed(msgspec.Struct, tag="freed"):
 
 
 class Goodbye(msgspec.Struct, tag="goodbye"):
-    """The stub leaves; its open sequences are dropped. The engine ends with its last stub."""
+    """The stub leaves; its open sequences are dropped. The engine ends with its last stub. said: else it has
+    died, and the engine's socket tells so."""
 
     pid: int
+    said: bool = True
 
 
 class Profile(msgspec.Struct, tag="profile"):
