@@ -98,11 +98,20 @@ def answer(sock: socket.socket) -> bytes:
     return data
 
 
-@pytest.mark.parametrize(("path", "body"), [(b"/stream", b"one,two"), (b"/", b"done")])
-def test_a_client_of_http_1_0_gets_no_chunks(path: bytes, body: bytes) -> None:
-    with running() as server, server.connect(b"GET %s HTTP/1.0\r\n\r\n" % path) as sock:
+@pytest.mark.parametrize(
+    ("line", "body"),
+    [
+        (b"GET /stream HTTP/1.0", b"one,two"),
+        (b"GET / HTTP/1.0", b"done"),
+        (b"HEAD /stream HTTP/1.0", b""),
+        (b"GET /stream HTTP/1.1", b"4\r\none,\r\n3\r\ntwo\r\n0\r\n\r\n"),
+    ],
+)
+def test_only_clients_of_http_1_1_get_chunks(line: bytes, body: bytes) -> None:
+    with running() as server, server.connect(line + b"\r\nhost: x\r\nconnection: close\r\n\r\n") as sock:
         head, _, got = answer(sock).partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 200 ") and b"transfer-encoding" not in head.lower() and got == body
+    assert head.startswith(b"HTTP/1.1 200 ") and got == body
+    assert (b"transfer-encoding" in head.lower()) == body.endswith(b"0\r\n\r\n")
 
 
 @pytest.mark.parametrize(
