@@ -75,7 +75,7 @@ INT4_LAYOUTS: dict[str, Int4Layout] = {
     "gptq-v2": Int4Layout(
         "gptq_v2",
         GPTQ | {"group_size": 64, "sym": False, "checkpoint_format": "gptq_v2",
-                "dynamic": {r"-:model\.layers\.1\.mlp": {}}},
+                "dynamic": {"lm_head": {}, r"-:model\.layers\.1\.mlp": {}}},
         64, ignored=("lm_head", "model.layers.1.mlp."),
     ),
     "packed": Int4Layout("packed", packed(group_size=64), 64, symmetric=True, scale_dtype=BF16),

@@ -17,6 +17,7 @@ from checkpoints import make_multimodal
 from flashinfer_backend.core.config import EngineConfig, resolve_limits
 from flashinfer_backend.models.errors import UnsupportedModelError
 from flashinfer_backend.models.hf import read_spec
+from flashinfer_backend.models.hf.config import ALIASES
 from flashinfer_backend.models.quantization import read_quantization
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import WeightsError, load_weights
@@ -101,7 +102,7 @@ REFUSED = {
     "gptq groups": (GPTQ | {"group_size": 1024}, "'gptq' with group_size 1024"),
     "gptq no groups": (GPTQ, "'gptq' with group_size null"),
     "gptq mixed": (
-        GPTQ | {"group_size": 128, "dynamic": {r"+:.*down": {"bits": 8}}},
+        GPTQ | {"group_size": 128, "dynamic": {"lm_head": {}, r"+:.*down": {"bits": 8}}},
         "'gptq' with other settings for some modules (dynamic '+:.*down')",
     ),
     "packed, activations": (quantised_activations(), "'pack-quantized' with quantised activations"),
@@ -285,6 +286,41 @@ def test_decays_and_betas_of_delta_nets_have_16_bits(tmp_path, layout, reason):
 
     with pytest.raises(WeightsError, match=reason):
         load(edited(folder, quantise))
+
+
+LAYER = "model.language_model.layers.0"
+# What Qwen's own quantised checkpoints leave out.
+PUBLISHED = {
+    "Qwen3.5-35B-A3B-FP8": (
+        FP8 | {"fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+        {"modules_to_not_convert": [
+            "lm_head", "model.language_model.embed_tokens", f"{LAYER}.linear_attn.conv1d",
+            f"{LAYER}.linear_attn.in_proj_a", f"{LAYER}.linear_attn.in_proj_b", f"{LAYER}.mlp.gate",
+            f"{LAYER}.mlp.shared_expert_gate", "model.visual.merger.linear_fc1", "mtp.fc",
+        ]},
+        {"linear_attn.in_proj_qkv", "linear_attn.out_proj", "self_attn.q_proj", "mlp.experts.0.up_proj",
+         "mlp.shared_expert.up_proj", "mtp"},
+    ),
+    "Qwen3.5-35B-A3B-GPTQ-Int4": (
+        GPTQ | {"group_size": 128},
+        {"dynamic": {
+            "lm_head": {}, "model.language_model.embed_tokens": {}, "-:.*attn.*": {},
+            "-:.*shared_expert.*": {}, "-:.*mtp.*": {}, "-:.*visual.*": {},
+        }},
+        {"mlp.experts.0.up_proj"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_checkpoints_leave_out_what_they_say(name):
+    settings, left_out, quantised = PUBLISHED[name]
+    found = read_quantization({"quantization_config": settings | left_out}, {}).renamed(ALIASES)
+    attention = [f"linear_attn.{part}" for part in ("in_proj_qkv", "in_proj_a", "in_proj_b", "out_proj")]
+    mlp = [f"mlp.{part}" for part in ("experts.0.up_proj", "shared_expert.up_proj", "shared_expert_gate")]
+    modules = {part: f"model.layers.0.{part}" for part in [*attention, "self_attn.q_proj", *mlp]}
+    modules["mtp"] = "mtp.layers.0.mlp.experts.0.up_proj"
+    assert {part for part, module in modules.items() if found.format_of([module]) != "dense"} == quantised
 
 
 def test_tensors_that_may_be_missing(tmp_path):

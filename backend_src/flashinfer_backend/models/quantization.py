@@ -197,15 +197,17 @@ def _gptq(config: dict[str, Any]) -> WeightFormat:
 
 def _gptq_ignored(config: dict[str, Any]) -> list[str]:
     """What GPTQ's tools leave out besides ignore lists. GPTQModel's `dynamic` has regular expressions, behind
-    "-:" for modules that stay as they were; modules_in_block_to_quantize lists the others."""
+    "-:" for modules that stay as they were, and the settings of others, {} for no other ones;
+    modules_in_block_to_quantize lists what is quantised."""
     dynamic = config.get("dynamic") or {}
-    if other := [name for name in dynamic if not name.startswith("-:")]:
+    left_out = [name for name in dynamic if name.startswith("-:")]
+    if other := [name for name, settings in dynamic.items() if settings and name not in left_out]:
         _refuse(f"'gptq' with other settings for some modules (dynamic {other[0]!r})")
     quantised = [
         re.escape(name) for names in config.get("modules_in_block_to_quantize") or () for name in names
     ]
     others = [rf"re:(?!.*\.(?:{'|'.join(quantised)})$)"] if quantised else []
-    return [f"re:{name[2:]}" for name in dynamic] + others
+    return [f"re:{name[2:]}" for name in left_out] + others
 
 
 def _int4(what: str, layout: str, size: object) -> WeightFormat:
