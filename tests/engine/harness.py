@@ -52,6 +52,22 @@ class Client:
         self.tokens[local_id] = []
         return local_id
 
+    def submit_together(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[int]:
+        """Submit requests of which none is planned before all have come: steps then do not depend on how
+        fast they come."""
+        scheduler, first = self.loop.scheduler, self._next
+        handles = [protocol.make_handle(self.pid, first + i) for i in range(len(prompts))]
+        plan = scheduler.schedule
+
+        def schedule(*args: Any) -> Any:
+            if not scheduler.requests.keys() >= set(handles):
+                return None
+            scheduler.schedule = plan
+            return plan(*args)
+
+        scheduler.schedule = schedule  # type: ignore[method-assign]
+        return [self.submit(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+
     def cancel(self, local_id: int) -> None:
         self._socket.send(protocol.encode(protocol.Cancel(protocol.make_handle(self.pid, local_id))))
 
@@ -95,7 +111,7 @@ class Client:
         self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
     ) -> list[list[int]]:
         each = params if isinstance(params, list) else [params] * len(prompts)
-        ids = [self.submit(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
+        ids = self.submit_together(prompts, each)
         self.wait(ids)
         assert not self.failure, self.failure
         return [self.tokens[i] for i in ids]
