@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import socket
 import threading
 import time
 from pathlib import Path
@@ -242,3 +244,42 @@ def test_topics_and_warnings_are_bounded(caplog: pytest.LogCaptureFixture) -> No
     texts = [record.getMessage() for record in caplog.records]
     assert len([text for text in texts if "different subscriptions" in text]) == 1
     assert len([text for text in texts if "is not an empty frame" in text]) == 1
+
+
+@pytest.mark.parametrize("kind", [zmq.XPUB, zmq.ROUTER])
+def test_connections_are_bounded(
+    kind: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One more is closed, and the others keep theirs; one that has left makes room."""
+    monkeypatch.setattr("flashinfer_backend.engine.kv_events.MOST_KV_CONNECTIONS", 3)
+    (port,) = free_ports(1)
+    config = EngineConfig(model_dir="bundled", kv_events_endpoint=f"tcp://127.0.0.1:{port}")
+
+    def bind() -> Any:
+        return _bound(kind, "kv_events_endpoint", config, 0)
+
+    served = Publisher(bind) if kind == zmq.XPUB else Replay(bind())
+    bounded = served._connections
+
+    def greeted() -> socket.socket:
+        connection = socket.create_connection(("127.0.0.1", port), timeout=10)
+        assert connection.recv(1) == b"\xff"  # libzmq's
+        return connection
+
+    with contextlib.ExitStack() as opened:
+        first, *_ = [opened.enter_context(greeted()) for _ in range(3)]
+        wait_for(lambda: len(bounded._open) == 3, "the connections")
+        for _ in range(2):
+            further = opened.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+            with contextlib.suppress(ConnectionResetError):
+                while further.recv(100):
+                    pass
+        assert len(bounded._open) == 3
+        first.close()
+        wait_for(lambda: len(bounded._open) == 2, "the one that has left")
+        opened.enter_context(greeted())
+        wait_for(lambda: len(bounded._open) == 3, "another one")
+    wait_for(lambda: not bounded._open, "all to leave")
+    served.close()
+    (record,) = caplog.records
+    assert f"port {port} of KV events has 3 connections: a further one is closed" in record.getMessage()

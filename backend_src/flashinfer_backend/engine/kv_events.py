@@ -26,7 +26,9 @@ from typing import Any
 
 import msgspec
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
+from flashinfer_backend.core.bounds import MOST_KV_CONNECTIONS
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import BUNDLED, resolve_model_dir
 from flashinfer_backend.core.request import Request
@@ -36,8 +38,8 @@ from flashinfer_backend.scheduler.slot_table import SlotTable
 log = logging.getLogger(__name__)
 
 MEDIUM = "GPU"
-WAITING = 100_000  # messages for a subscriber that does not keep up; later ones are dropped for it
 KEPT, KEPT_BYTES = 10_000, 64 << 20  # messages that can be asked for again, and bytes of them
+WAITING = KEPT  # messages for a subscriber that does not keep up; later ones are dropped for it
 MOST_RECEIVED = 512  # bytes of a subscription or request; one of 200 MB held the engine up for 92 s
 MOST_TOPICS = 256  # different subscriptions of all connections; libzmq has a node for each byte of one
 UNREAD = 16  # subscriptions of a connection that wait in libzmq
@@ -64,6 +66,46 @@ class SparseLog:
         self._last, self._left_out = now, 0
 
 
+class Connections:
+    """Those of a bound socket. One more than MOST_KV_CONNECTIONS is closed at once: libzmq has no bound, and
+    each takes one of the files that the engine may have open."""
+
+    def __init__(self, socket: zmq.Socket[bytes], log: SparseLog) -> None:
+        self._socket, self._log = socket, log
+        self._port = int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self._open: set[int] = set()  # file descriptors
+        address = f"inproc://kv-connections-{id(socket)}"
+        socket.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self.events: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+        self.events.setsockopt(zmq.RCVHWM, 0)  # or libzmq's thread would wait while they are not read
+        self.events.connect(address)
+
+    def take_in(self) -> None:
+        """What has happened. `events` has something to read then."""
+        while self.events.poll(0):
+            event = parse_monitor_message(self.events.recv_multipart())
+            if event["event"] == zmq.EVENT_DISCONNECTED:
+                self._open.discard(event["value"])
+            elif len(self._open) < MOST_KV_CONNECTIONS:
+                self._open.add(event["value"])
+            else:
+                self._shut(event["value"])
+
+    def _shut(self, fd: int) -> None:
+        """libzmq then closes it. By now the number may be that of another file, which stays as it is."""
+        with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(fd)) as connection:
+            if connection.getsockname()[1] == self._port:
+                connection.shutdown(sockets.SHUT_RDWR)
+        self._log.warning(
+            f"port {self._port} of KV events has {MOST_KV_CONNECTIONS} connections: a further one is closed."
+            " A router needs one to each port"
+        )
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self.events.close(linger=0)
+
+
 class Replay:
     """The latest messages, and a thread that sends them again to those who ask."""
 
@@ -75,6 +117,7 @@ class Replay:
         self._lock, self._log = threading.Lock(), SparseLog()
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.SNDTIMEO, round(READS_S * 1000))
+        self._connections = Connections(socket, self._log)
         self._thread = threading.Thread(target=self._serve, name="kv events again", daemon=True)
         self._thread.start()
 
@@ -86,8 +129,13 @@ class Replay:
                 self._held -= len(self._kept.popleft()[1])
 
     def _serve(self) -> None:
+        poller = zmq.Poller()
+        for socket in (self._connections.events, self._socket):
+            poller.register(socket, zmq.POLLIN)
         while not self._closed.is_set():
-            if not self._socket.poll(round(CLOSE_S * 1000)):
+            ready = dict(poller.poll(round(CLOSE_S * 1000)))
+            self._connections.take_in()
+            if self._socket not in ready:
                 continue
             client, *rest = self._socket.recv_multipart()
             if len(rest) != 2 or len(rest[1]) != 8:
@@ -102,6 +150,7 @@ class Replay:
                     self._socket.send_multipart([client, b"", number, batch])
             except zmq.ZMQError as error:
                 self._log.warning(f"KV events could not be sent again: {error.strerror}")
+        self._connections.close()
         self._socket.close()
 
     def close(self) -> None:
@@ -114,9 +163,9 @@ class Publisher:
 
     def __init__(self, bind: Callable[[], zmq.Socket[bytes]]) -> None:
         """bind: makes the XPUB socket, bound. Raises its ValueError."""
-        self._bind, self._socket = bind, bind()
-        self._topics = 0
-        self._log, self._closed = SparseLog(), threading.Event()
+        self._bind, self._log, self._closed = bind, SparseLog(), threading.Event()
+        self._poller = zmq.Poller()
+        self._listen(bind())
         address = f"inproc://kv-events-{id(self)}"
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._inside = context.socket(zmq.PULL)
@@ -126,6 +175,7 @@ class Publisher:
         self._outside.setsockopt(zmq.SNDHWM, WAITING)
         self._outside.setsockopt(zmq.LINGER, 0)
         self._outside.connect(address)
+        self._poller.register(self._inside, zmq.POLLIN)
         self._thread = threading.Thread(target=self._serve, name="kv events", daemon=True)
         self._thread.start()
 
@@ -134,36 +184,44 @@ class Publisher:
         with contextlib.suppress(zmq.Again):
             self._outside.send_multipart(parts, zmq.NOBLOCK)
 
+    def _listen(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket, self._topics = socket, 0
+        self._connections = Connections(socket, self._log)
+        for each in (socket, self._connections.events):
+            self._poller.register(each, zmq.POLLIN)
+
+    def _leave(self) -> None:
+        """Without any connection."""
+        for each in (self._socket, self._connections.events):
+            self._poller.unregister(each)
+        self._connections.close()
+        self._socket.close()
+
     def _serve(self) -> None:
-        poller = zmq.Poller()
-        for socket in (self._inside, self._socket):
-            poller.register(socket, zmq.POLLIN)
         while not self._closed.is_set():
-            ready = dict(poller.poll())
+            ready = dict(self._poller.poll())
             if self._inside in ready and not self._closed.is_set():
                 self._socket.send_multipart(self._inside.recv_multipart())
+            self._connections.take_in()
             if self._socket in ready:
                 asked = self._socket.recv()
                 self._topics += {b"\1": 1, b"\0": -1}.get(asked[:1], 0)
                 if self._topics > MOST_TOPICS:
-                    poller.unregister(self._socket)
                     self._start_again()
-                    if not self._socket.closed:
-                        poller.register(self._socket, zmq.POLLIN)
         self._inside.close()
-        self._socket.close()
+        if not self._socket.closed:
+            self._leave()
 
     def _start_again(self) -> None:
-        """Without any connection. Subscribers connect again by themselves."""
+        """Subscribers connect again by themselves."""
         self._log.warning(
             f"there are more than {MOST_TOPICS} different subscriptions to KV events: all connections are"
             " closed. A subscriber needs one topic"
         )
-        self._socket.close()
-        self._topics = 0
+        self._leave()
         while self._socket.closed:
             with contextlib.suppress(ValueError):  # the port is not free yet
-                self._socket = self._bind()
+                self._listen(self._bind())
             if self._closed.wait(BIND_AGAIN_S):
                 return
 
@@ -244,6 +302,8 @@ def _bound(kind: int, knob: str, config: EngineConfig, engine: int) -> zmq.Socke
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MOST_RECEIVED)  # it closes a connection that sends more
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)  # a router whose host is gone leaves room for others
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 60)
     if kind == zmq.XPUB:
         socket.setsockopt(zmq.SNDHWM, WAITING)
         socket.setsockopt(zmq.RCVHWM, UNREAD)
