@@ -36,6 +36,7 @@ from engine.harness import start_core  # noqa: E402
 from engine.test_drafts import Replay  # noqa: E402
 from engine.test_graph_steps import replayed  # noqa: E402
 from engine.test_mtp import Reference  # noqa: E402
+from flashinfer_backend.attention import prefixes as prefix_sets  # noqa: E402
 from flashinfer_backend.core.config import EngineConfig, resolve_limits  # noqa: E402
 from flashinfer_backend.core.sampling_params import SamplingParams  # noqa: E402
 from flashinfer_backend.engine.loop import EngineLoop  # noqa: E402
@@ -152,7 +153,25 @@ class ModelWorld(World):
             fail()
         self.counts["restored states"] += len(plan.restored)
         self.counts["states kept within a row"] += len(plan.cuts)
-        return self._launch(plan, fail if failing else started, *more)
+        launched = self._launch(plan, fail if failing else started, *more)
+        self._check_prefixes(plan)
+        return launched
+
+    def _check_prefixes(self, plan: Any) -> None:
+        """What rows are said to begin with is in the blocks that attention reads."""
+        state = self.loop.runner.state
+        prefixes = state.prefixes
+        prefixes.enabled, prefixes._least_tokens = True, 0
+        with mock.patch.object(prefix_sets, "_LEAST_GAIN", 0):
+            found = prefixes.of(plan)
+        prefixes.enabled = False
+        if found is None:
+            return
+        sets = np.split(found.rows, np.cumsum(found.counts)[:-1])
+        for rows, tokens in zip(sets, found.tokens.tolist(), strict=True):
+            table = state.block_table[plan.slots[rows].tolist(), : tokens // state.block_size]
+            assert tokens and (table == table[:1]).all() and (plan.starts[rows] >= tokens).all()
+            self.counts["rows that share a prefix"] += len(rows)
 
     def _expected(self, prompt: list[int], params: SamplingParams, adapter: AdapterState | None) -> Asked:
         params.temperature = 0.0
