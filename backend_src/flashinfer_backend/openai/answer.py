@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from starlette.requests import ClientDisconnect
@@ -32,6 +32,16 @@ EVENTS = [
     (b"x-accel-buffering", b"no"),  # or nginx would gather what is to be streamed
 ]
 Body = Callable[[], Awaitable[Mapping[str, Any]]]
+
+
+class Reply(Protocol):
+    """An answer that its streams' chunks make: one body, or events."""
+
+    id: str
+
+    async def body(self) -> Mapping[str, Any]: ...
+
+    def events(self) -> AsyncIterator[bytes]: ...
 
 
 def event(content: Any) -> bytes:
@@ -199,3 +209,10 @@ class EventResponse(GenerationResponse):
                 await send({"type": "http.response.body", "body": body})
             raise
         await send({"type": "http.response.body", "body": b""})
+
+
+def respond(door: Door, streams: Streams, reply: Reply, stream: bool | None) -> Response:
+    """stream: whether the client wants events."""
+    if stream:
+        return EventResponse(door, streams, reply.events(), reply.id)
+    return JsonResponse(door, streams, reply.body, reply.id)

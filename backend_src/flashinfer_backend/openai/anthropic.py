@@ -13,14 +13,7 @@ from typing import Any
 from starlette.responses import Response
 
 from flashinfer_backend.core.values import shown
-from flashinfer_backend.openai.answer import (
-    EventResponse,
-    JsonResponse,
-    Usage,
-    encode,
-    unwrapped_text,
-    wrapped_text,
-)
+from flashinfer_backend.openai.answer import Usage, encode, respond, unwrapped_text, wrapped_text
 from flashinfer_backend.openai.chat import Answer, Conversation, Turn, add_effort, render
 from flashinfer_backend.openai.door import Door
 from flashinfer_backend.openai.errors import ApiError
@@ -66,10 +59,7 @@ async def message(door: Door, asked: tuple[MessagesRequest, str, Turn]) -> Respo
     # An answer that the model's context cuts before max_tokens has a stop reason that says so.
     room = door.limits.max_seq_len - len(turn.prompt)
     await turn.submit(_sampling(request), 1, request.max_tokens if request.max_tokens <= room else None)
-    reply = _Reply(turn, request, model)
-    if request.stream:
-        return EventResponse(door, turn.streams, reply.events(), reply.id)
-    return JsonResponse(door, turn.streams, reply.body, reply.id)
+    return respond(door, turn.streams, _Reply(turn, request, model), request.stream)
 
 
 def read_count(door: Door, body: bytes) -> str:

@@ -19,12 +19,11 @@ from starlette.responses import Response
 from flashinfer_backend.core.values import shown
 from flashinfer_backend.openai.answer import (
     DONE,
-    EventResponse,
-    JsonResponse,
     Usage,
     event,
     finish_reason,
     note_sent,
+    respond,
     take_text,
     text_of_ids,
 )
@@ -326,10 +325,7 @@ async def chat(door: Door, asked: tuple[ChatRequest, str, Turn]) -> Response:
     limit = request.max_completion_tokens if request.max_tokens is None else request.max_tokens
     top = request.top_logprobs or 0
     await turn.submit(request, request.n or 1, limit, bool(request.logprobs), top, request.prompt_logprobs)
-    reply = _Reply(turn, request, model)
-    if request.stream:
-        return EventResponse(door, turn.streams, reply.events(), reply.id)
-    return JsonResponse(door, turn.streams, reply.body, reply.id)
+    return respond(door, turn.streams, _Reply(turn, request, model), request.stream)
 
 
 def add_effort(door: Door, variables: dict[str, Any], effort: Any, param: str) -> None:

@@ -14,15 +14,7 @@ from msgspec import Raw
 from starlette.responses import Response
 
 from flashinfer_backend.core.bounds import MOST_CHOICES
-from flashinfer_backend.openai.answer import (
-    DONE,
-    EventResponse,
-    JsonResponse,
-    Usage,
-    event,
-    finish_reason,
-    take_text,
-)
+from flashinfer_backend.openai.answer import DONE, Usage, event, finish_reason, respond, take_text
 from flashinfer_backend.openai.door import Door, generation_request
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.link import ClientLeft, Stream, Streams
@@ -117,10 +109,7 @@ async def completions(door: Door, asked: Asked) -> Response:
         )
 
     streams = door.generate(rows, request.skip_special_tokens, reduce)
-    reply = _Reply(door, request, model, streams, count)
-    if request.stream:
-        return EventResponse(door, streams, reply.events(), reply.id)
-    return JsonResponse(door, streams, reply.body, reply.id)
+    return respond(door, streams, _Reply(door, request, model, streams, count), request.stream)
 
 
 def _prompts(given: str | list[Any], limits: Limits) -> list[Any]:

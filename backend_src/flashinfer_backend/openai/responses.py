@@ -15,14 +15,7 @@ from starlette.responses import Response
 
 from flashinfer_backend.core.bounds import CONVERSATION
 from flashinfer_backend.core.values import shown, some
-from flashinfer_backend.openai.answer import (
-    EventResponse,
-    JsonResponse,
-    Usage,
-    encode,
-    unwrapped_text,
-    wrapped_text,
-)
+from flashinfer_backend.openai.answer import Usage, encode, respond, unwrapped_text, wrapped_text
 from flashinfer_backend.openai.chat import Answer, Conversation, Turn, add_effort
 from flashinfer_backend.openai.door import Door
 from flashinfer_backend.openai.errors import ApiError
@@ -111,10 +104,7 @@ async def responses(door: Door, asked: tuple[ResponsesRequest, str, Turn, list[d
     """asked: of read_responses. Raises ApiError."""
     request, model, turn, earlier = asked
     await turn.submit(request, 1, request.max_output_tokens)
-    reply = _Reply(turn, request, model, earlier)
-    if request.stream:
-        return EventResponse(door, turn.streams, reply.events(), reply.id)
-    return JsonResponse(door, turn.streams, reply.body, reply.id)
+    return respond(door, turn.streams, _Reply(turn, request, model, earlier), request.stream)
 
 
 def store_of(door: Door, param: str | None = None) -> Store:
