@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="[prebuild] %(message)s")
     # They import what reads that variable.
     from flashinfer_backend.worker import prebuild
-    from flashinfer_backend.worker.start import _dtype
+    from flashinfer_backend.worker.formats import choose_dtype
 
     try:
         settings = engine_parameters(options.set, {"model_dir": "--model"}) | {
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
             drafter = read_drafter(resolve_drafter_dir(config.draft_model), config.quantization == "fp8")
         elif config.speculative_method == "mtp":
             drafter = model.mtp_head()
-        dtype = _dtype(config, model, torch.device("cuda"))
+        dtype = choose_dtype(config, model, torch.device("cuda"))
         compiled = prebuild.prepare(config, model, dtype, drafter)
         if options.output:
             print(prebuild.export(options.output))

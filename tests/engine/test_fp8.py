@@ -12,7 +12,7 @@ import torch
 
 from engine.harness import serve, start_core
 from flashinfer_backend.core.sampling_params import SamplingParams
-from flashinfer_backend.worker import start
+from flashinfer_backend.worker import memory
 from quantised import LAYOUTS, PROMPTS, Quantised, make_quantised
 
 VOCAB = 256
@@ -81,7 +81,7 @@ def test_a_prefix_is_reused_from_a_cache_in_fp8(tmp_path):
 
 
 def test_a_cache_in_fp8_holds_more_tokens(tmp_path, monkeypatch):
-    monkeypatch.setattr(start, "CPU_KV_BYTES", 1 << 20)
+    monkeypatch.setattr(memory, "CPU_KV_BYTES", 1 << 20)
     folder = make_quantised("dense", "llama", tmp_path).folder
     tokens = [
         start_core(folder, **options).scheduler.kv_manager.pools[0].num_blocks * 16

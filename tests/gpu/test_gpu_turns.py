@@ -14,7 +14,7 @@ import torch
 from test_no_compilation import SIZES
 
 from checkpoints import make_checkpoint
-from flashinfer_backend.worker.start import GROWTH_BYTES
+from flashinfer_backend.worker.memory import GROWTH_BYTES
 
 pytestmark = pytest.mark.gpu
 

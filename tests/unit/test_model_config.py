@@ -27,7 +27,8 @@ from flashinfer_backend.models.spec import Experts, LinearScaling, ModelSpec
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.ops import torch_ops
 from flashinfer_backend.text.tokenizer import TextTokenizer
-from flashinfer_backend.worker.start import check_cuda_formats, state_format
+from flashinfer_backend.worker.formats import check_cuda_formats
+from flashinfer_backend.worker.memory import state_format
 
 # As Llama 3.1 8B was published, with the keys of transformers 4.
 LLAMA31 = {

@@ -39,7 +39,7 @@ from flashinfer_backend.models.weights import WeightsError, load_weights
 from flashinfer_backend.ops import torch_ops
 from flashinfer_backend.ops.torch_delta import DeltaRows
 from flashinfer_backend.worker.device_state import scores_of
-from flashinfer_backend.worker.start import state_format
+from flashinfer_backend.worker.memory import state_format
 
 BLOCK_SIZE = 16
 

@@ -23,7 +23,7 @@ from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import WeightsError, load_weights
 from flashinfer_backend.ops import fp8, torch_ops
 from flashinfer_backend.ops.weight import FORMATS, Weight
-from flashinfer_backend.worker.start import check_cuda_formats
+from flashinfer_backend.worker.formats import check_cuda_formats
 from int4_checkpoints import AWQ, GPTQ, INT4_LAYOUTS, make_int4, packed
 from quantised import (
     ARGS,

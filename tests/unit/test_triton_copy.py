@@ -20,7 +20,7 @@ from flashinfer_backend.cache.groups import CacheGroup
 from flashinfer_backend.core import tuned
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.ops import device
-from flashinfer_backend.worker import start
+from flashinfer_backend.worker import memory
 from flashinfer_backend.worker.gpu_turns import Neighbours
 from specs import bundled
 
@@ -86,7 +86,6 @@ def test_no_room_where_nothing_is_copied(hopper, monkeypatch):
 
 def test_the_cache_leaves_the_copies_their_memory(hopper, monkeypatch):
     free = 20 << 30
-    monkeypatch.setattr(start, "_free_memory_after_largest_step", lambda *_: free)
     model = SimpleNamespace(device=hopper, dtype=torch.bfloat16, spec=bundled())
 
     def tokens(backend: str, cache: KVCacheFormat) -> int:
@@ -97,9 +96,9 @@ def test_the_cache_leaves_the_copies_their_memory(hopper, monkeypatch):
             attention_backend=backend,
             kv_cache_free_gpu_mem_fraction=1.0,
         )
-        monkeypatch.setattr(start, "_cache_format", lambda *_: cache)
+        monkeypatch.setattr(memory, "_cache_format", lambda *_: cache)
         group = CacheGroup(tuple(range(cache.num_layers)), None, BLOCK_SIZE, cache.bytes_per_block)
-        return start._num_blocks(config, model, [group], [0], Neighbours()) * cache.block_size
+        return memory.num_blocks_of(config, model, [group], [0], free, Neighbours()) * cache.block_size
 
     scratch = (131072 + 8192 + 256) * 2 * 8 * 128 * 2
     assert tokens("auto", LLAMA_8B) == (free - scratch) // (LLAMA_8B.bytes_per_token * 16) * 16

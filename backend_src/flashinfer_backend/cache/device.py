@@ -79,6 +79,10 @@ class KVCache:
         return self.layers[0][0].shape[0]
 
     @property
+    def nbytes(self) -> int:
+        return self.format.bytes_per_block * self.num_blocks
+
+    @property
     def device(self) -> torch.device:
         return self.layers[0][0].device
 
@@ -127,6 +131,10 @@ class StateCache:
     @property
     def rows(self) -> int:
         return self._all[0].shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(states.nbytes for states in self._all)
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Rows, int32 [n] each, of which no target is named twice or is a source."""
