@@ -6,7 +6,6 @@ from __future__ import annotations
 import http.client
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,8 @@ CHAT = "/v1/chat/completions"
         ({"top_p": 1.5}, "top_p", "<= 1"),
         ({"n": 0}, "n", ">= 1"),
         ({"max_tokens": 0}, "max_tokens", ">= 1"),
-        ({"max_tokens": 5000}, None, "maximum context length is 2048"),
+        ({"max_tokens": 5000}, "max_tokens", "maximum context length is 2048"),
+        ({"max_tokens": None, "max_completion_tokens": 5000}, "max_completion_tokens", "context length"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "one of them"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs true"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "0..2047"),
@@ -96,9 +96,9 @@ def test_bodies_paths_and_models(door: OpenAiServer) -> None:
     assert door.error("/tokenize", {})[0] == 400
     assert door.error("/detokenize", {"tokens": [-1]})[0] == 400
     prompt = "word " * 3000
-    _, message, _, code = door.error("/v1/completions", {"prompt": prompt})
+    _, message, param, code = door.error("/v1/completions", {"prompt": prompt})
     # LangChain looks for the one sentence, LiteLLM, and with it aider, for the other.
-    assert code == "context_length_exceeded" and "prompt is too long" in message
+    assert (param, code) == ("prompt", "context_length_exceeded") and "prompt is too long" in message
     assert "This model's maximum context length is 2048 tokens" in message
     assert door.metric('errors_total{status="404"}') >= 3
 
@@ -118,15 +118,17 @@ def test_what_can_be_read_has_a_head(door: OpenAiServer) -> None:
 
 def test_a_text_that_is_too_long_is_refused_before_it_is_tokenized(door: OpenAiServer) -> None:
     longest = "é" * (1 << 19)
-    bodies: list[tuple[str, Callable[[str], dict[str, Any]]]] = [
-        (CHAT, lambda text: {"messages": [{"role": "user", "content": text}]}),
-        ("/v1/completions", lambda text: {"prompt": ["Once", text]}),
-        ("/v1/responses", lambda text: {"input": text}),
-        ("/tokenize", lambda text: {"prompt": text}),
+    text = longest + "aaaa"
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        (CHAT, {"messages": [{"role": "user", "content": text}]}),
+        ("/v1/completions", {"prompt": ["Once", text]}),
+        ("/v1/responses", {"input": text}),
+        ("/tokenize", {"prompt": text}),
     ]
     for path, body in bodies:
-        status, message, _, code = door.error(path, body(longest + "aaaa"))
-        assert (status, code) == (400, "context_length_exceeded") and "bytes; this server takes" in message
+        status, message, param, code = door.error(path, body)
+        assert (status, param, code) == (400, next(iter(body)), "context_length_exceeded")
+        assert "bytes; this server takes" in message
     assert door.error("/v1/completions", {"prompt": longest})[1].startswith("the prompt is too long: it has ")
 
 

@@ -32,7 +32,7 @@ from flashinfer_backend.openai.link import Stream, Streams
 from flashinfer_backend.openai.model import Model
 from flashinfer_backend.openai.requests import ChatRequest, ResponsesRequest, decode
 from flashinfer_backend.openai.responses import messages_of, offered_tools
-from flashinfer_backend.openai.sampling import NO_TOKENS, Defaults, Limits, sampling_params
+from flashinfer_backend.openai.sampling import NO_TOKENS, Defaults, Length, Limits, sampling_params
 from flashinfer_backend.openai.template import ChatTemplate, plain_messages
 from flashinfer_backend.openai.tools import AUTO, Tools, read_tools
 from flashinfer_backend.serving.generation import Chunk, GenerationRequest
@@ -384,15 +384,15 @@ def test_values_where_a_request_is_silent(tmp_path: Path) -> None:
     )
     defaults = Defaults.load(tmp_path)
     silent = decode(ChatRequest, json.dumps({"messages": ASK}).encode())
-    params = sampling_params(silent, defaults, LIMITS, NO_TOKENS, 2, 10, None)
+    params = sampling_params(silent, defaults, LIMITS, NO_TOKENS, 2, Length(10))
     assert (params.temperature, params.top_k, params.top_p, params.end_id) == (0.6, 20, 1.0, 2)
     assert params.max_tokens == 90, "all that there is room for"
     body = {"messages": ASK, "temperature": 0, "top_k": -1, "seed": -1, "ignore_eos": True}
     said = sampling_params(
-        decode(ChatRequest, json.dumps(body).encode()), defaults, LIMITS, NO_TOKENS, 2, 10, 5
+        decode(ChatRequest, json.dumps(body).encode()), defaults, LIMITS, NO_TOKENS, 2, Length(10, 5)
     )
     assert (said.temperature, said.top_k, said.seed, said.end_id) == (0.0, 0, 2**64 - 1, -1)
-    other = sampling_params(silent, defaults, LIMITS, NO_TOKENS, 2, 10, None)
+    other = sampling_params(silent, defaults, LIMITS, NO_TOKENS, 2, Length(10))
     assert other.seed != params.seed
     write(tmp_path, generation_config_json={"stop_strings": "\nUser:"})
     assert Defaults.load(tmp_path).stop_strings == ["\nUser:"]

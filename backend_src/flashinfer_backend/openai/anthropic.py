@@ -71,7 +71,7 @@ def read_count(door: Door, body: bytes) -> str:
 
 async def count_tokens(door: Door, text: str) -> dict[str, Any]:
     """The answer of /v1/messages/count_tokens. Raises ApiError."""
-    (ids,) = await door.encode([text], False)
+    (ids,) = await door.encode([text], False, field="messages")
     return {"input_tokens": len(ids)}
 
 

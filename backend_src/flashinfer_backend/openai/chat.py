@@ -49,6 +49,7 @@ from flashinfer_backend.openai.sampling import (
     NO_GUIDE,
     NO_TOKENS,
     Guide,
+    Length,
     guide_of,
     named_tokens,
     sampling_params,
@@ -152,9 +153,11 @@ class Turn:
 
     async def encode(self) -> None:
         """Makes ids of what was prepared. Raises ApiError."""
-        (self.prompt,) = await self.door.encode([self.text], self.conversation.add_special_tokens)
+        field = self.conversation.field
+        (self.prompt,) = await self.door.encode(
+            [self.text], self.conversation.add_special_tokens, field=field
+        )
         if not self.prompt:
-            field = self.conversation.field
             raise ApiError(f"the chat template makes an empty prompt of {field}", param=field)
 
     async def submit(
@@ -162,18 +165,20 @@ class Turn:
         request: Sampling,
         n: int,
         max_tokens: int | None,
+        max_tokens_field: str = "max_tokens",
         log_probs: bool = False,
         top: int = 0,
         prompt_top: int | None = None,
     ) -> None:
-        """Hands what was prepared to the engine. prompt_top: prompt_logprobs. Raises ApiError."""
+        """Hands what was prepared to the engine. n: answers. prompt_top: prompt_logprobs. Raises ApiError."""
         door = self.door
         if not self.prompt:
             await self.encode()
         self.prompt = shortened(self.prompt, request, door.limits)
         params = sampling_params(
-            request, door.defaults, door.limits, self.tokens, door.tokenizer.eos_id, len(self.prompt),
-            max_tokens, self.guide, log_probs, top, adapter=door.adapter(request.model),
+            request, door.defaults, door.limits, self.tokens, door.tokenizer.eos_id,
+            Length(len(self.prompt), max_tokens, self.conversation.field, max_tokens_field),
+            self.guide, log_probs, top, adapter=door.adapter(request.model),
         )  # fmt: skip
 
         def reduce(prompt: np.ndarray, logits: memoryview) -> Raw:
@@ -322,9 +327,11 @@ def read_chat(door: Door, body: bytes) -> tuple[ChatRequest, str, Turn]:
 async def chat(door: Door, asked: tuple[ChatRequest, str, Turn]) -> Response:
     """asked: of read_chat. Raises ApiError."""
     request, model, turn = asked
-    limit = request.max_completion_tokens if request.max_tokens is None else request.max_tokens
-    top = request.top_logprobs or 0
-    await turn.submit(request, request.n or 1, limit, bool(request.logprobs), top, request.prompt_logprobs)
+    field = "max_completion_tokens" if request.max_tokens is None else "max_tokens"
+    await turn.submit(
+        request, request.n or 1, getattr(request, field), field, bool(request.logprobs),
+        request.top_logprobs or 0, request.prompt_logprobs,
+    )  # fmt: skip
     return respond(door, turn.streams, _Reply(turn, request, model), request.stream)
 
 

@@ -21,6 +21,7 @@ from flashinfer_backend.openai.link import ClientLeft, Stream, Streams
 from flashinfer_backend.openai.requests import CompletionRequest, decode
 from flashinfer_backend.openai.sampling import (
     Guide,
+    Length,
     Limits,
     NamedTokens,
     guide_of,
@@ -92,8 +93,8 @@ async def completions(door: Door, asked: Asked) -> Response:
     rows = []
     for prompt in prompts:
         params = sampling_params(
-            request, door.defaults, limits, asked.tokens, door.tokenizer.eos_id, len(prompt),
-            1 if request.max_tokens == 0 else request.max_tokens, asked.guide,
+            request, door.defaults, limits, asked.tokens, door.tokenizer.eos_id,
+            Length(len(prompt), 1 if request.max_tokens == 0 else request.max_tokens), asked.guide,
             request.logprobs is not None or count > n, request.logprobs or 0,
             adapter=door.adapter(request.model),
         )  # fmt: skip

@@ -145,22 +145,26 @@ class Door:
         return self.adapters.folder(name)
 
     async def encode(
-        self, texts: Sequence[str], add_special_tokens: bool, places: Sequence[str] = ()
+        self,
+        texts: Sequence[str],
+        add_special_tokens: bool,
+        places: Sequence[str] = (),
+        field: str = "prompt",
     ) -> list[list[int]]:
-        """Ids of each text. places: their names in the request, for errors; without, each is a prompt. Raises
-        ApiError for one that is too long to be tokenized."""
+        """Ids of each text. places: where the request has each text; without places each text is a prompt, of
+        the request's `field`. Raises ApiError for a text that is too long to be tokenized."""
         most = self.model.max_prompt_bytes
         for number, text in enumerate(texts) if most else ():
             if (size := len(text.encode(errors="replace"))) > most:
-                place = places[number] if places else None
+                name = places[number] if places else "the prompt"
                 raise ApiError(
-                    f"{place or 'the prompt'} is too long: it has {size} bytes; this server takes at most"
-                    f" {most} (--max-prompt-bytes)",
-                    param=place,
+                    f"{name} is too long: it has {size} bytes; this server takes at most {most}"
+                    " (--max-prompt-bytes)",
+                    param=places[number] if places else field,
                     code="context_length_exceeded",
                 )
         if most and (size := sum(map(len, texts))) > ALL_PROMPTS * most:
-            name = places[0].partition("[")[0] if places else "prompt"
+            name = places[0].partition("[")[0] if places else field
             raise ApiError(
                 f"{name} has {size} characters in {len(texts)} texts; it should have at most"
                 f" {ALL_PROMPTS * most} in a request. Send fewer texts in one",

@@ -81,6 +81,36 @@ class Limits:
     guided_decoding: bool = True
 
 
+class Length(NamedTuple):
+    """Tokens of the prompt, the most of the answer (None: all that there is room for), and the request's
+    fields for both."""
+
+    prompt: int
+    answer: int | None = None
+    prompt_field: str = "prompt"
+    answer_field: str = "max_tokens"
+
+    def room(self, limits: Limits) -> int:
+        """The most tokens of the answer. Raises ApiError where prompt or answer are too long."""
+        # Clients know the error by "prompt is too long" and "This model's maximum context length is".
+        if self.prompt > limits.max_input_len:
+            raise ApiError(
+                f"the prompt is too long: it has {self.prompt} tokens and may have {limits.max_input_len}."
+                f" This model's maximum context length is {limits.max_seq_len} tokens",
+                param=self.prompt_field,
+                code="context_length_exceeded",
+            )
+        room = limits.max_seq_len - self.prompt
+        if self.answer is not None and self.answer > room:
+            raise ApiError(
+                f"This model's maximum context length is {limits.max_seq_len} tokens. The prompt has"
+                f" {self.prompt} tokens and {self.answer} were requested; at most {room} are left",
+                param=self.answer_field,
+                code="context_length_exceeded",
+            )
+        return room if self.answer is None else self.answer
+
+
 class NamedTokens(NamedTuple):
     """Tokens that a request names."""
 
@@ -130,15 +160,14 @@ def sampling_params(
     limits: Limits,
     tokens: NamedTokens,
     end_id: int | None,
-    prompt_len: int,
-    max_tokens: int | None,
+    length: Length,
     guide: Guide = NO_GUIDE,
     log_probs: bool = False,
     top_logprobs: int = 0,
     adapter: tuple[str, str] = ("", ""),
 ) -> SamplingParams:
-    """tokens: of named_tokens. max_tokens: None for all that there is room for. adapter: its folder and name.
-    Raises ApiError for what does not fit."""
+    """tokens: what named_tokens returned. adapter: its folder and name. Raises ApiError for what does not
+    fit."""
     if guide != NO_GUIDE and not limits.guided_decoding:
         raise ApiError(
             f"{guide.field} needs guided decoding, which is switched off on this server"
@@ -147,7 +176,7 @@ def sampling_params(
         )
     temperature = _given(request.temperature, defaults.temperature)
     top_k = _given(request.top_k, defaults.top_k)
-    room = _room(prompt_len, max_tokens, limits)
+    room = length.room(limits)
     if request.min_tokens > room:
         raise ApiError(
             f"min_tokens is {request.min_tokens}, but the answer has at most {room} tokens",
@@ -189,24 +218,6 @@ def shortened(prompt: list[int], request: Sampling, limits: Limits) -> list[int]
     if most is None:
         return prompt
     return prompt[-(limits.max_input_len if most == -1 else most) :]
-
-
-def _room(prompt_len: int, max_tokens: int | None, limits: Limits) -> int:
-    # Clients know the error by "prompt is too long" and "This model's maximum context length is".
-    if prompt_len > limits.max_input_len:
-        raise ApiError(
-            f"the prompt is too long: it has {prompt_len} tokens and may have {limits.max_input_len}."
-            f" This model's maximum context length is {limits.max_seq_len} tokens",
-            code="context_length_exceeded",
-        )
-    room = limits.max_seq_len - prompt_len
-    if max_tokens is not None and max_tokens > room:
-        raise ApiError(
-            f"This model's maximum context length is {limits.max_seq_len} tokens. The prompt has {prompt_len}"
-            f" tokens and {max_tokens} were requested; at most {room} are left",
-            code="context_length_exceeded",
-        )
-    return room if max_tokens is None else max_tokens
 
 
 def _token(value: str | int, limits: Limits, name: str) -> int:

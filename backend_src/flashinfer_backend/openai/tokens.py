@@ -34,9 +34,10 @@ def read_tokenize(door: Door, body: bytes) -> tuple[TokenizeRequest, str]:
 async def tokenize(door: Door, asked: tuple[TokenizeRequest, str]) -> dict[str, Any]:
     """Ids of a prompt, or of what messages become. Raises ApiError."""
     request, text = asked
+    field = "prompt" if request.messages is None else "messages"
     special = request.add_special_tokens
-    special = special is not False if request.messages is None else bool(special)
-    (ids,) = await door.encode([text], special)
+    special = special is not False if field == "prompt" else bool(special)
+    (ids,) = await door.encode([text], special, field=field)
     body: dict[str, Any] = {"count": len(ids), "max_model_len": door.limits.max_seq_len, "tokens": ids}
     if request.return_token_strs:
         body["token_strs"] = [door.tokenizer.backend.id_to_token(i) for i in ids]
