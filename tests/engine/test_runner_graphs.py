@@ -192,16 +192,41 @@ def test_a_runner_with_graphs_has_an_eagle3_head_draft_the_same(tmp_path: Path, 
     monkeypatch.setattr(graphs, "replay_seconds", lambda replay: replay() or 1.0)
     params = [SamplingParams(max_tokens=40, temperature=0.7 * (i % 2), seed=i, end_id=-1) for i in range(3)]
     drafting = {"speculative_method": "eagle3", "draft_model": "bundled", "max_draft_len": 3}
-    produced, steps = [], []
+    produced, steps, late = [], [], []
     for name in ("plain", "without", "graphs"):
         options: dict[str, Any] = {} if name == "plain" else drafting
         core = start_core(Path("bundled"), tokens_per_block=16, max_num_seqs=4, **options)
         if name == "graphs":
             graphed(core.runner.state)
             core.runner.capture_graphs([2, 4])
+        if name != "plain":
+            _note_what_is_late(core.runner, late)
         with serve(core, tmp_path / name) as client:
             produced.append([client.generate([prompt], each)[0] for prompt, each in
                              zip(PROMPTS, params, strict=False)])  # fmt: skip
             steps.append(client.loop.iteration)
     assert produced[1] == produced[2] == produced[0]
     assert steps[1] < 0.8 * steps[0] and abs(steps[2] - steps[1]) <= 1
+    # A graph without drafts is read before the head works for it, other steps behind that.
+    assert set(late) == {True, False}
+
+
+def _note_what_is_late(runner: Any, late: list[bool]) -> None:
+    """late: of each step at whose end a head works, whether that is behind its launch."""
+    launch, propose = runner.launch, runner.drafting.propose
+    launching = False
+
+    def launched(plan: Any, *callbacks: Any) -> Any:
+        nonlocal launching
+        runner.settle()
+        launching = True
+        try:
+            return launch(plan, *callbacks)
+        finally:
+            launching = False
+
+    def proposed(fed: Any, *rest: Any) -> None:
+        late.append(not launching)
+        propose(fed, *rest)
+
+    runner.launch, runner.drafting.propose = launched, proposed

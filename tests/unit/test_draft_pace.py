@@ -152,7 +152,7 @@ def test_a_new_sequence_is_hoped_of_what_others_had() -> None:
     wasted = []
     for pace in (good, bad):
         pace.begin(2)
-        wasted.append(run(pace, np.array([2]), 0.0, 60).count(3))
+        wasted.append(run(pace, np.array([2]), 0.0, 100).count(3))
     assert wasted[0] > wasted[1] > 0
 
 

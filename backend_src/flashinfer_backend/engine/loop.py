@@ -94,6 +94,8 @@ class EngineLoop:
                 self._launch(plan, began)
         if self.in_flight and (plan is None or len(self.in_flight) > 1):
             self._finish(self.in_flight.popleft())
+        # Behind the reading: when a step has ended is seen by that.
+        self.runner.settle()
         if self._checker is not None:
             self._checker.check(len(self.in_flight))
         if self._kv_events is not None:

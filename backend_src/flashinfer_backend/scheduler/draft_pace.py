@@ -13,7 +13,7 @@ from flashinfer_backend.core.draft_counts import SIZES, draft_counts, drafted_sh
 Costs = Mapping[tuple[int, int], float]  # (rows, drafts of each) -> seconds of a step
 
 WORTH = 1.02  # tokens per second with drafts, relative to steps without, from which on there are any
-TRIES = 0.005  # of the time, at most, is spent on drafts that were not right of late
+TRIES = 0.003  # of the time, at most, is spent on drafts that were not right of late
 RAREST = 256  # steps from one such try to the next, at most, unless TRIES asks for more
 MEMORY = 24.0  # drafts by which a sequence is judged
 FORGETS = 1 / 64  # of that memory, in a step without drafts

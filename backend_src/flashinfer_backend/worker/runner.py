@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import time
@@ -96,6 +97,7 @@ class Runner:
         self.others: OtherRanks | None = None  # of rank 0, once they wait for plans
         self.turn: GpuTurn | None = None  # of rank 0: this engine's place on its GPUs, as long as it lives
         self._trace: StepTrace | None = None
+        self._rest: Callback = _nothing  # of the last step
 
     def capture_graphs(self, sizes: list[int]) -> None:
         """Capture decode-only steps for the given numbers of rows, and small mixed steps."""
@@ -130,7 +132,8 @@ class Runner:
         between_layers: Callback = _nothing,
         tokens_wanted: Callback = _nothing,
     ) -> Launched:
-        """Enqueue a step. Steps run in the order of their launches; the device is not waited for.
+        """Enqueue a step; `settle` enqueues its rest. Steps run in the order of their launches; the device is
+        not waited for.
 
         started is called once, when the device has the step's first work; between_layers after each layer of
         a step that is launched layer by layer; tokens_wanted where rows cannot be sampled without the tokens
@@ -139,6 +142,7 @@ class Runner:
         An exception means that the step as a whole was not launched. What concerns single rows is in
         Launched.failed instead.
         """
+        self.settle()
         if self.others is not None:
             self.others.send(plan)
         self.sampler.update(plan)
@@ -153,7 +157,12 @@ class Runner:
             sampled = self.sampler.sample_stateful(computed.logits, tokens, plan)
             failed += [(int(plan.sampling_rows[row]), why) for row, why in sampled.failed]
             self.state.model.collectives.broadcast(tokens)
-        readback, counts = sampled.readback, self._finish(plan, computed)
+        readback, counts = sampled.readback, None
+        fed = computed.fed
+        if isinstance(fed, Replayed) and fed.step.defers and not sampled.guided:
+            self._rest = functools.partial(self._finish, plan, computed)
+        else:
+            counts = self._finish(plan, computed)
         if counts is not None:
             readback = torch.cat([counts, readback])
         if self.drafting is not None and sampled.guided:  # their grammars are on the host
@@ -166,6 +175,14 @@ class Runner:
             drafts = self.state.drafts[self.state.staging.upload([slots])]
             readback = torch.cat([drafts.view(-1), readback])
         return Launched(plan, self._readback.download(readback), sampled, computed.context, failed)
+
+    @torch.inference_mode()
+    def settle(self) -> None:
+        """Enqueue what the last step left for when its tokens are on their way: what a proposer takes in of
+        steps without drafts, and its next drafts. It takes the host a millisecond or two, in which it should
+        rather read the step before. The next launch does it in any case."""
+        rest, self._rest = self._rest, _nothing
+        rest()
 
     def start_trace(self, stem: str) -> list[str]:
         """Trace this rank's steps, and let the others do so, until write_trace. Returns the files that each
@@ -276,7 +293,9 @@ class Runner:
 
     def run(self, plan: StepPlan) -> StepOutput:
         """Launch a step and wait for what it comes to. For steps by themselves, all earlier ones read."""
-        return self.read(self.launch(plan))
+        launched = self.launch(plan)
+        self.settle()
+        return self.read(launched)
 
     def rehearse(self, plan: StepPlan) -> None:
         """Run a step of start-up, which every rank plans by itself, as if its sequences had come to its
