@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -216,6 +217,8 @@ def make_multimodal(kind: str, path: Path) -> Path:
         "Qwen3_5Moe": ("Qwen3_5Moe", "qwen3_5_moe_text", "qwen3_5_moe_vision"),
         "Llama4": ("Llama4", "llama4_text", "llama4_vision_model"),
         "Qwen2": ("Qwen2_5_VL", "qwen2_5_vl_text", "qwen2_5_vl_vision"),
+        "Qwen3": ("Qwen3VL", "qwen3_vl_text", "qwen3_vl_vision"),
+        "Qwen3Moe": ("Qwen3VLMoe", "qwen3_vl_moe_text", "qwen3_vl_moe_vision"),
         "Mistral": ("Mistral3", "mistral", "pixtral"),
         "Ministral3": ("Mistral3", "ministral3", "pixtral"),
     }[architecture]
@@ -223,13 +226,19 @@ def make_multimodal(kind: str, path: Path) -> Path:
     # Llama 4's language model is a whole model in the other, whose own key says whether its head is tied.
     tied = name != "Llama4"
     text = {"model_type": model_type, "tie_word_embeddings": tied, "final_logit_softcapping": None}
-    if architecture == "Qwen2":
+    if "VL" in name:
         text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
     tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tower |= {"depth": 1, "num_heads": 2, "deepstack_visual_indexes": [0]}
     config = getattr(transformers, f"{name}Config")(
         text_config=SIZES | options | text,
         vision_config=tower | {"model_type": vision, "image_size": 28, "patch_size": 14},
     )
     torch.manual_seed(0)
     getattr(transformers, f"{name}ForConditionalGeneration")(config).save_pretrained(path)
+    if name == "Qwen3VLMoe":  # as Qwen published them, which transformers reads but does not write
+        file = path / "model.safetensors"
+        for key, tensor in (tensors := load_file(file)).items():
+            tensors[key] = tensor.transpose(1, 2).contiguous() if ".mlp.experts." in key else tensor
+        save_file(tensors, file, metadata={"format": "pt"})
     return path

@@ -51,8 +51,8 @@ KINDS = {
     "adapter": ({**NO_CONFIG, "adapter_config.json": "{}"}, {}, "has an adapter (adapter_config", "merge"),
     "mlx adapter": ({**NO_CONFIG, "adapters.safetensors": ""}, {}, "has an adapter (adapters.saf", "merge"),
     "multimodal": (
-        {}, {"architectures": ["Qwen2VLForConditionalGeneration"], "vision_config": {"depth": 32}},
-        "Qwen2VLForConditionalGeneration is a multimodal model", "take a text-only checkpoint",
+        {}, {"architectures": ["InternVLForConditionalGeneration"], "vision_config": {"depth": 32}},
+        "InternVLForConditionalGeneration is a multimodal model", "take a text-only checkpoint",
     ),
     "recurrent": (
         {}, {"architectures": ["NewForCausalLM"], "layer_types": ["linear_attention", "full_attention"]},

@@ -393,7 +393,18 @@ def test_greedy_ids_match_transformers_in_a_mixed_batch(pair):
 
 
 @pytest.mark.parametrize(
-    "kind", ["gemma3", "llama4", "mistral", "ministral3", "qwen2", "qwen3.5", "qwen3.5-moe"]
+    "kind",
+    [
+        "gemma3",
+        "llama4",
+        "mistral",
+        "ministral3",
+        "qwen2",
+        "qwen3",
+        "qwen3-moe-plain",
+        "qwen3.5",
+        "qwen3.5-moe",
+    ],
 )
 def test_the_text_part_of_a_multimodal_checkpoint(kind, tmp_path):
     """Its tensors have another prefix there, and those for images are not read."""
@@ -406,13 +417,14 @@ def test_the_text_part_of_a_multimodal_checkpoint(kind, tmp_path):
 
 
 def test_the_text_part_of_a_multimodal_checkpoint_without_text_config(tmp_path):
-    """As Qwen2.5-VL was published: keys and tensors of the text are those of the whole."""
+    """As Qwen2-VL and Qwen2.5-VL were published: keys and tensors of the text are those of the whole."""
     path, ids = make_multimodal("qwen2", tmp_path), prompt(90)
     expected = Paged(load(path)).step([(2, ids)])
     config = json.loads((path / "config.json").read_text())
     text = config.pop("text_config")
     text["rope_scaling"] = text.pop("rope_parameters") | {"type": "mrope", "rope_type": "mrope"}
-    (path / "config.json").write_text(json.dumps(text | config))
+    older = {"architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl"}
+    (path / "config.json").write_text(json.dumps(text | config | older))
     tensors = load_file(path / "model.safetensors")
     names = {"model.language_model.": "model.", "model.visual.": "visual."}
     for name in list(tensors):

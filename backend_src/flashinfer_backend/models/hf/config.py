@@ -112,6 +112,22 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
             "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80,
         },
     ),
+    "Qwen3VLForConditionalGeneration": (
+        "Qwen3ForCausalLM",
+        {
+            "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "max_position_embeddings": 128000, "rms_norm_eps": 1e-6,
+            "rope_theta": 5e5,
+        },
+    ),
+    "Qwen3VLMoeForConditionalGeneration": (
+        "Qwen3MoeForCausalLM",
+        {
+            "vocab_size": 151936, "hidden_size": 2048, "moe_intermediate_size": 1408, "num_hidden_layers": 24,
+            "num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 128000,
+            "rms_norm_eps": 1e-6, "rope_theta": 5e5, "num_experts_per_tok": 4, "intermediate_size": 5632,
+        },
+    ),
     "Mistral3ForConditionalGeneration": (
         "MistralForCausalLM",
         {
@@ -121,10 +137,19 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }  # fmt: skip
+MULTIMODAL["Qwen2VLForConditionalGeneration"] = MULTIMODAL["Qwen2_5_VLForConditionalGeneration"]
 # The same where text_config has another model_type than most.
 TEXT_TYPES: dict[Any, tuple[str, dict[str, Any]]] = {"ministral3": ("Ministral3ForCausalLM", {})}
+# Keys of the text model that are these, whatever text_config says: Qwen-VL's has the layers of the Qwen
+# before it.
+FIXED: dict[str, dict[str, Any]] = {
+    "Qwen2VLForConditionalGeneration": {"model_type": None},
+    "Qwen2_5_VLForConditionalGeneration": {"model_type": None},
+    "Qwen3VLForConditionalGeneration": {"model_type": None},
+    "Qwen3VLMoeForConditionalGeneration": {"model_type": None, "norm_topk_prob": True},
+}
 # Those whose text model's keys can be those of the whole, as Qwen published them.
-FLAT = {"Qwen2_5_VLForConditionalGeneration"}
+FLAT = {"Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"}
 # Beginnings of such a checkpoint's tensors: what they are called here, and those that are not read.
 ALIASES = (
     ("language_model.model.", "model."),
@@ -700,7 +725,7 @@ def _text_part(raw: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     text = raw.get("text_config") or {}
     if name in FLAT:
         text = text or {key: value for key, value in raw.items() if key != "vision_config"}
-        text = text | {"model_type": None}
+    text = text | FIXED.get(name, {})
     architecture, defaults = TEXT_TYPES.get(text.get("model_type"), MULTIMODAL[name])
     shared = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "eos_token_id")
     of_whole = {key: raw[key] for key in shared if raw.get(key) is not None}
