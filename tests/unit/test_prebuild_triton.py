@@ -123,6 +123,7 @@ def test_drafts_have_kernels_of_their_own():
         "_accept": 1,
         "_draft_inputs": 3,
         "_note_tokens": 1,
+        "_noted_inputs": 1,
         "_record_tokens": 1,
         "_longest_match": 1,
         "_continue_match": 3,

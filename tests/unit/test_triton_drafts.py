@@ -41,9 +41,11 @@ def check_step(rows: int, feeds: int, where: str) -> None:
         ops.record_tokens(history, inputs[:3], slots, lengths, last)
         noted = torch.zeros(slots_count + 1, 7, dtype=torch.int32, device=device)
         places = ops.note_tokens(noted, last[slots], slots, lengths[slots])
+        behind = torch.arange(rows, dtype=torch.int32, device=device) % 8
+        again = ops.noted_inputs(noted, slots, behind, 7, lengths, last, table, BLOCK)
         own = [counts, ends, lengths, last[:-1], history[:-1], places, noted[:-1]]
-        results.append([*inputs, moved, *own])
-    assert results[0][5].max() > 1 or rows == 1
+        results.append([*inputs, moved, *again, *own])
+    assert results[0][10].max() > 1 or rows == 1
     assert torch.equal(results[0][-1].view(-1)[results[0][-2][:-1]], results[0][-4][slots[:-1].cpu()])
     for plain, kernel in zip(*results, strict=True):
         assert torch.equal(plain, kernel.cpu())

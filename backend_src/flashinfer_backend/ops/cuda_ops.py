@@ -27,6 +27,7 @@ from flashinfer_backend.ops.triton_drafts import (
     ngram_drafts,
     norms_side_by_side,
     note_tokens,
+    noted_inputs,
     places_ahead,
     record_tokens,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "norm_linear",
     "norms_side_by_side",
     "note_tokens",
+    "noted_inputs",
     "places_ahead",
     "record_tokens",
     "rms_norm",

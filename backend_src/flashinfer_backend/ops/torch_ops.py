@@ -366,6 +366,37 @@ def note_tokens(noted: Tensor, tokens: Tensor, slots: Tensor, positions: Tensor)
     return places
 
 
+def noted_inputs(
+    noted: Tensor,
+    slots: Tensor,
+    behind: Tensor,
+    turns: int,
+    lengths: Tensor,
+    last_token: Tensor,
+    block_table: Tensor,
+    block_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The last behind[i] tokens of each of `slots`, as note_tokens noted them: (tokens, positions,
+    cache_locations, the token behind each, int32 [s * turns] each; rows of noted.view(-1), int64), padded to
+    `turns` of each slot.
+
+    slots, behind: int32 [s]. lengths, last_token: int32 [slots + 1]; block_table: int32 [slots + 1, columns].
+    Padding, and what would stand before a sequence's begin, has position 0 and cache location 0."""
+    columns, owners, behind = noted.shape[1], slots.unsqueeze(1), behind.unsqueeze(1)
+    turn = torch.arange(turns, dtype=torch.int32, device=slots.device)
+    positions = lengths[owners] - behind + turn
+    valid = (turn < behind) & (positions >= 0)
+    positions = torch.where(valid, positions, 0)
+    follow = noted[owners, (positions + 1) % columns]
+    follow = torch.where(turn == behind - 1, last_token[owners], follow)
+    blocks = block_table[owners, positions // block_size]
+    locations = torch.where(valid, blocks * block_size + positions % block_size, 0)
+    rows = owners.long() * columns + positions % columns
+    found = noted.view(-1)[rows], positions, locations, follow, rows
+    tokens, positions, locations, follow, rows = (column.flatten() for column in found)
+    return tokens, positions, locations, follow, rows
+
+
 def accept(
     sampled: Tensor,
     first: Tensor,

@@ -251,6 +251,58 @@ def note_tokens(noted: Tensor, tokens: Tensor, slots: Tensor, positions: Tensor)
 
 
 @triton.jit(
+    do_not_specialize=["count", "turns", "columns"], do_not_specialize_on_alignment=["slots", "behind"]
+)
+def _noted_inputs(
+    noted, slots, behind, lengths, last_token, block_table, tokens, positions, locations, follow, rows,
+    count, turns, columns, table_stride, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    inside = index < count
+    turn = index % turns
+    slot = tl.load(slots + index // turns, mask=inside, other=0).to(tl.int64)
+    taken = tl.load(behind + index // turns, mask=inside, other=0)
+    position = tl.load(lengths + slot, mask=inside, other=0) - taken + turn
+    valid = (turn < taken) & (position >= 0)
+    position = tl.where(valid, position, 0)
+    row = slot * columns + position % columns
+    token = tl.load(noted + row, mask=inside, other=0)
+    last = tl.load(last_token + slot, mask=inside, other=0)
+    next_token = tl.load(noted + slot * columns + (position + 1) % columns, mask=inside, other=0)
+    block = tl.load(block_table + slot * table_stride + position // BLOCK_SIZE, mask=inside, other=0)
+    location = tl.where(valid, block * BLOCK_SIZE + position % BLOCK_SIZE, 0)
+    tl.store(tokens + index, token, mask=inside)
+    tl.store(positions + index, position, mask=inside)
+    tl.store(locations + index, location, mask=inside)
+    tl.store(follow + index, tl.where(turn == taken - 1, last, next_token), mask=inside)
+    tl.store(rows + index, row, mask=inside)
+
+
+def noted_inputs(
+    noted: Tensor,
+    slots: Tensor,
+    behind: Tensor,
+    turns: int,
+    lengths: Tensor,
+    last_token: Tensor,
+    block_table: Tensor,
+    block_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See ops.torch_ops.noted_inputs."""
+    count = slots.shape[0] * turns
+    tokens, positions, locations, follow = (
+        torch.empty(count, dtype=torch.int32, device=slots.device) for _ in range(4)
+    )
+    rows = torch.empty(count, dtype=torch.int64, device=slots.device)
+    _noted_inputs[(triton.cdiv(count, _TOKENS),)](
+        noted, slots, behind, lengths, last_token, block_table, tokens, positions, locations, follow, rows,
+        count, turns, noted.shape[1], block_table.stride(0),
+        BLOCK_SIZE=block_size, TOKENS=_TOKENS, num_warps=4,
+    )  # fmt: skip
+    return tokens, positions, locations, follow, rows
+
+
+@triton.jit(
     do_not_specialize=["count", "rows", "first_rows"],
     do_not_specialize_on_alignment=["tokens", "owners", "positions", "slots"],
 )

@@ -120,25 +120,19 @@ class Drafting:
             return
         state, counts = self._state, self._behind[slots]
         self._behind[slots] = 0
-        uploaded = state.staging.upload([slots, counts]).view(2, -1, 1)
-        owners, behind = uploaded[0], uploaded[1]
-        turns = torch.arange(int(counts.max()), dtype=torch.int32, device=uploaded.device)
-        positions = state.lengths[owners] - behind + turns
-        valid = (turns < behind) & (positions >= 0)
-        positions = torch.where(valid, positions, 0)
-        follow = state.tokens[owners, (positions + 1) % MOST_DEFERRED]
-        follow = torch.where(turns == behind - 1, state.last_token[owners], follow)
-        blocks = state.block_table[owners, positions // state.block_size]
-        places = blocks * state.block_size + positions % state.block_size
-        noted = owners.long() * MOST_DEFERRED + positions % MOST_DEFERRED
+        uploaded, turns = state.staging.upload([slots, counts]).view(2, -1), int(counts.max())
+        own = state.lengths, state.last_token, state.block_table, state.block_size
+        tokens, positions, locations, follow, noted = state.ops.noted_inputs(
+            state.tokens, *uploaded, turns, *own
+        )
         none = uploaded.new_empty(0)
         step = DraftStep(
-            tokens=state.tokens[owners, positions % MOST_DEFERRED].flatten(),
-            slots=owners.expand_as(positions).flatten(),
-            positions=positions.flatten(),
-            cache_locations=torch.where(valid, places, 0).flatten(),  # what is not valid: the dummy block's
-            next_tokens=follow.flatten(),
-            hidden=state.noted[noted.flatten()],
+            tokens=tokens,
+            slots=uploaded[0].repeat_interleave(turns, output_size=len(tokens)),
+            positions=positions,
+            cache_locations=locations,  # of padding: in the dummy block
+            next_tokens=follow,
+            hidden=state.noted[noted],
             ends=none,
             sample_slots=none,
             fed_lengths=state.lengths,

@@ -267,6 +267,8 @@ def _call_drafts(config: EngineConfig, words: Callable[..., Tensor], table: Tens
     triton_drafts.accept(tokens, tokens, tokens, tokens, drafts, by_slot, by_slot)
     noted = words(len(by_slot), MOST_DEFERRED)
     triton_drafts.note_tokens(noted, tokens, tokens, tokens)
+    where = by_slot, by_slot, table, config.tokens_per_block
+    triton_drafts.noted_inputs(noted, tokens, tokens, MOST_DEFERRED, *where)
     if config.speculative_method == "ngram":
         history = words(len(by_slot), config.max_seq_len + 1)
         triton_drafts.record_tokens(history, (tokens, tokens, tokens), tokens, by_slot, by_slot)
