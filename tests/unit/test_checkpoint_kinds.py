@@ -52,7 +52,19 @@ KINDS = {
     "mlx adapter": ({**NO_CONFIG, "adapters.safetensors": ""}, {}, "has an adapter (adapters.saf", "merge"),
     "multimodal": (
         {}, {"architectures": ["InternVLForConditionalGeneration"], "vision_config": {"depth": 32}},
-        "InternVLForConditionalGeneration is a multimodal model", "take a text-only checkpoint",
+        "InternVLForConditionalGeneration is a multimodal model", "take a text-only checkpoint, or",
+    ),
+    "multimodal, its text": (
+        {}, {"architectures": ["NewForConditionalGeneration"], "text_config": {"kv_lora_rank": 512}},
+        "whose text part is not served, as it has latent attention (MLA)", "serve it with vLLM",
+    ),
+    "Gemma 4": (
+        {}, {"architectures": ["Gemma4ForConditionalGeneration"], "text_config": {"head_dim": 256}},
+        "whose text part is not served, as it has heads of two sizes", "serve it with vLLM",
+    ),
+    "sparse": (
+        {}, {"architectures": ["NewForCausalLM"], "layer_types": ["full_attention", "indexed_attention"]},
+        "such models have layers of type indexed_attention", "serve it with vLLM",
     ),
     "recurrent": (
         {}, {"architectures": ["NewForCausalLM"], "layer_types": ["linear_attention", "full_attention"]},

@@ -41,6 +41,11 @@ NOT_COMPUTED = {
     "KimiLinear": "recurrent layers (delta attention)",
     "MiniMax": "recurrent layers (lightning attention), or a router of its own",
     "Lfm2": "short convolutions in place of attention",
+    "Gemma4": "heads of two sizes",
+    "Qwen4": "hyper-connections and embeddings of several tokens",
+    "MiMo": "values of another size than keys",
+    "Cohere": "layers whose attention and MLP read the same",
+    "BitNet": "weights of three values",
     "Gemma3n": "embeddings of each layer and keys and values that layers share",
     "GptNeoX": "layers whose attention and MLP read the same",
     "Phimoe": "a router of its own",
@@ -49,12 +54,19 @@ NOT_COMPUTED = {
 KEYS_NOT_COMPUTED = {
     "kv_lora_rank": "latent attention (MLA)",
     "mamba_d_state": "recurrent layers (Mamba)",
+    "mamba_num_heads": "recurrent layers (Mamba)",
     "ssm_cfg": "recurrent layers (Mamba)",
     "state_size": "recurrent layers (Mamba)",
+    "hc_count": "hyper-connections",
+    "hc_mult": "hyper-connections",
+    "swa_head_dim": "heads of two sizes",
+    "global_head_dim": "heads of two sizes",
     "linear_num_value_heads": "recurrent layers (gated delta net)",
     "n_shared_experts": "a router of its own",
+    "n_routed_experts": "a router of its own",
+    "num_shared_experts": "a router of its own",
 }
-LAYERS_NOT_COMPUTED = {"linear_attention", "mamba", "mamba2", "recurrent", "conv"}
+LAYERS_NOT_COMPUTED = {"linear_attention", "indexed_attention", "mamba", "mamba2", "recurrent", "conv"}
 GENERATORS = ("LMHeadModel", "ChatGLMModel")
 
 
@@ -103,9 +115,12 @@ def check_config(raw: dict[str, Any], folder: Path) -> None:
     if raw.get("is_encoder_decoder") is True:
         _refuse(f"{named} is an encoder-decoder model: {generator()}")
     if any(raw.get(key) for key in ("vision_config", "audio_config", "text_config", "thinker_config")):
+        text = raw.get("text_config")
+        what = lacking({**(text if isinstance(text, dict) else {}), "architectures": architectures})
+        cure = "serve it with vLLM or SGLang"
         _refuse(
-            f"{named} is a multimodal model (images, audio or video) whose text part is not served: take a"
-            " text-only checkpoint of its family, or serve it with vLLM or SGLang"
+            f"{named} is a multimodal model (images, audio or video) whose text part is not served"
+            + (f", as it has {what}: {cure}" if what else f": take a text-only checkpoint, or {cure}")
         )
     for end, kind in OTHER_TASKS.items():
         if any(name.endswith(end) and not name.endswith(GENERATORS) for name in architectures):
