@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -22,6 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flashinfer_backend import __version__
@@ -80,6 +81,7 @@ from flashinfer_backend.openai.tokens import read_detokenize, read_tokenize, sho
 
 PAGE = Path(__file__).with_name("page.html")
 OPEN_PATHS = ("/", "/health", "/metrics")  # without a key
+VERSIONS = ("/v1", "")  # in front of most paths
 READING = ["GET", "HEAD"]  # load generators and monitors ask for the head first
 MANY_BODIES = 8  # of the largest size, at the same time
 LARGE_BODY = 1 << 14  # bytes from which a body is read in a thread, so that streams go on
@@ -97,71 +99,108 @@ class Access:
     origins: Sequence[str] = ()
 
 
+def _door_of_model(doors: Sequence[Door], body: bytes) -> Door:
+    """The door to the model that a body names. Raises ApiError."""
+    return doors[0] if len(doors) == 1 else asked_door(doors, model_of(body))
+
+
+class Post(NamedTuple):
+    """A path that takes a body. kind: of the body. read: does all the work that grows with it, but for
+    tokenizing. tasks: of the models that serve the path; none: all do. choose: the door by the body."""
+
+    path: str
+    kind: type[msgspec.Struct]
+    read: Callable[[Door, bytes], Any]
+    handle: Callable[[Door, Any], Awaitable[Any]]
+    tasks: Sequence[str] = ()
+    versions: Sequence[str] = VERSIONS
+    choose: Callable[[Sequence[Door], bytes], Door] = _door_of_model
+
+    def paths(self) -> list[str]:
+        return [prefix + self.path for prefix in self.versions]
+
+
 def make_app(doors: Sequence[Door], access: Access) -> ASGIApp:
     """The ASGI application of one process. doors: to each model."""
     app = FastAPI(openapi_url=None)
     shared = doors[0].metrics
     bodies = Bodies(access.max_body_bytes)
-    posts: dict[str, type[msgspec.Struct]] = {}
+    posts = _posts(doors)
+    for post in posts:
+        endpoint = _endpoint(post, doors, bodies)
+        for path in post.paths():
+            app.add_api_route(path, endpoint, methods=["POST"], response_model=None)
+    _add_models(app, doors)
+    _add_kept_responses(app, doors[0])
+    _add_state(app, doors)
+    _add_errors(app, shared)
 
-    def post(
-        path: str,
-        kind: type[msgspec.Struct],
-        read: Callable[[Door, bytes], Any],
-        handle: Callable[[Door, Any], Awaitable[Any]],
-        *tasks: str,
-        versions: Sequence[str] = ("/v1", ""),
-        choose: Callable[[Sequence[Door], bytes], Door] = _door_of_model,
-    ) -> None:
-        """kind: of the body. read: does all the work that grows with it, but for tokenizing. tasks: of the
-        models that serve the path; none: all do. choose: the door by the body."""
+    @app.api_route("/openapi.json", methods=READING)
+    async def openapi() -> Response:
+        kinds = {path: post.kind for post in posts for path in post.paths()}
+        return _json(description(kinds, _paths(app, "GET"), _paths(app, "DELETE"), bool(access.keys)))
 
-        async def endpoint(request: Request) -> Response:
-            async with bodies.arriving(request) as body:
-                door = await bodies.read(choose, doors, body)
-                if tasks:
-                    door.check_task(request.url.path, tasks)
-                await door.attached()
-                asked = await bodies.read(read, door, body)
-            answer = await handle(door, asked)
-            return answer if isinstance(answer, Response) else _json(answer)
+    guarded: ASGIApp = Ending(Guard(app, shared, access.keys), shared)
+    if access.origins:  # in front of the guard: browsers ask without a key whether they may
+        guarded = CORSMiddleware(
+            guarded,
+            allow_origins=access.origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "request-id", "retry-after"],
+        )
+    return RequestIds(guarded)
 
-        for prefix in versions:
-            app.add_api_route(prefix + path, endpoint, methods=["POST"], response_model=None)
-            posts[prefix + path] = kind
 
-    post("/chat/completions", ChatRequest, read_chat, chat, "generate")
-    post("/completions", CompletionRequest, read_completion, completions, "generate")
-    post("/responses", ResponsesRequest, read_responses, responses, "generate")
-    post("/messages", MessagesRequest, read_message, message, "generate")
-    post("/messages/count_tokens", CountTokensRequest, read_count, count_tokens)
-    post("/embeddings", EmbeddingRequest, read_embeddings, embeddings, "embed")
-    post("/rerank", RerankRequest, read_rerank, rerank, "score", versions=("/v1", "/v2", ""))
-    post("/score", ScoreRequest, read_score, score, "score")
+def _paths(app: FastAPI, method: str) -> list[str]:
+    routes = [route for route in app.routes if isinstance(route, Route)]
+    return [route.path_format for route in routes if method in (route.methods or ())]
+
+
+def _posts(doors: Sequence[Door]) -> list[Post]:
+    generate, embed, score_ = ("generate",), ("embed",), ("score",)
+    found = [
+        Post("/chat/completions", ChatRequest, read_chat, chat, generate),
+        Post("/completions", CompletionRequest, read_completion, completions, generate),
+        Post("/responses", ResponsesRequest, read_responses, responses, generate),
+        Post("/messages", MessagesRequest, read_message, message, generate),
+        Post("/messages/count_tokens", CountTokensRequest, read_count, count_tokens),
+        Post("/embeddings", EmbeddingRequest, read_embeddings, embeddings, embed),
+        Post("/rerank", RerankRequest, read_rerank, rerank, score_, ("/v1", "/v2", "")),
+        Post("/score", ScoreRequest, read_score, score, score_),
+        Post("/tokenize", TokenizeRequest, read_tokenize, tokenize),
+        Post("/detokenize", DetokenizeRequest, read_detokenize, shown_text),
+    ]
     if any(door.adapters is not None and door.model.lora_root is not None for door in doors):
         load = partial(load_adapter, doors)
-        post("/load_lora_adapter", LoadRequest, read_load, load, choose=door_of_load)
-        post("/unload_lora_adapter", UnloadRequest, read_unload, unload_adapter, choose=door_of_unload)
+        found += [
+            Post("/load_lora_adapter", LoadRequest, read_load, load, choose=door_of_load),
+            Post("/unload_lora_adapter", UnloadRequest, read_unload, unload_adapter, choose=door_of_unload),
+        ]
     if any(door.model.profiles for door in doors):
-        choose = door_of_profile
-        post("/start_profile", StartProfile, read_start, start_profile, versions=("",), choose=choose)
-        post("/stop_profile", StopProfile, read_stop, stop_profile, versions=("",), choose=choose)
-    post("/tokenize", TokenizeRequest, read_tokenize, tokenize)
-    post("/detokenize", DetokenizeRequest, read_detokenize, shown_text)
+        of = (), ("",), door_of_profile
+        found += [
+            Post("/start_profile", StartProfile, read_start, start_profile, *of),
+            Post("/stop_profile", StopProfile, read_stop, stop_profile, *of),
+        ]
+    return found
 
-    async def response(request: Request) -> Response:
-        name = request.path_params["name"]
-        if request.method != "DELETE":
-            if request.query_params.get("stream") == "true":
-                raise ApiError("stream is not supported for a kept response", param="stream")
-            return Response(store_of(doors[0]).response(name), media_type="application/json")
-        store_of(doors[0]).delete(name)
-        return _json({"id": name, "object": "response", "deleted": True})
 
-    for prefix in ("/v1", ""):
-        path = prefix + "/responses/{name}"
-        app.add_api_route(path, response, methods=[*READING, "DELETE"], response_model=None)
+def _endpoint(post: Post, doors: Sequence[Door], bodies: Bodies) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        async with bodies.arriving(request) as body:
+            door = await bodies.read(post.choose, doors, body)
+            if post.tasks:
+                door.check_task(request.url.path, post.tasks)
+            await door.attached()
+            asked = await bodies.read(post.read, door, body)
+        answer = await post.handle(door, asked)
+        return answer if isinstance(answer, Response) else _json(answer)
 
+    return endpoint
+
+
+def _add_models(app: FastAPI, doors: Sequence[Door]) -> None:
     async def models(request: Request) -> Response:
         data = [_model(door, name) for door in doors for name in door.all_names]
         return _json({"object": "list", "data": data})
@@ -172,19 +211,28 @@ def make_app(doors: Sequence[Door], access: Access) -> ASGIApp:
         door = asked_door(doors, name)
         return _json(_model(door, door.check_model(name)))
 
-    for prefix in ("/v1", ""):
+    for prefix in VERSIONS:
         app.add_api_route(f"{prefix}/models", models, methods=READING, response_model=None)
         app.add_api_route(prefix + "/models/{name:path}", model, methods=READING, response_model=None)
 
-    gets = [
-        *(p + path for p in ("/v1", "") for path in ("/models", "/models/{name}", "/responses/{name}")),
-        *("/health", "/version", "/metrics", "/openapi.json", "/"),
-    ]
-    deletes = ["/v1/responses/{name}", "/responses/{name}"]
 
-    @app.api_route("/openapi.json", methods=READING)
-    async def openapi() -> Response:
-        return _json(description(posts, gets, deletes, bool(access.keys)))
+def _add_kept_responses(app: FastAPI, door: Door) -> None:
+    async def response(request: Request) -> Response:
+        name = request.path_params["name"]
+        if request.method != "DELETE":
+            if request.query_params.get("stream") == "true":
+                raise ApiError("stream is not supported for a kept response", param="stream")
+            return Response(store_of(door).response(name), media_type="application/json")
+        store_of(door).delete(name)
+        return _json({"id": name, "object": "response", "deleted": True})
+
+    for prefix in VERSIONS:
+        path = prefix + "/responses/{name}"
+        app.add_api_route(path, response, methods=[*READING, "DELETE"], response_model=None)
+
+
+def _add_state(app: FastAPI, doors: Sequence[Door]) -> None:
+    """Paths that tell how the server is, and the page."""
 
     @app.api_route("/health", methods=READING)
     async def health() -> Response:
@@ -205,15 +253,19 @@ def make_app(doors: Sequence[Door], access: Access) -> ASGIApp:
             )
             for door in doors
         ]
-        return Response(shared.text(states), headers={"content-type": METRICS_TYPE})
+        return Response(doors[0].metrics.text(states), headers={"content-type": METRICS_TYPE})
 
     @app.api_route("/", methods=READING)
     async def page() -> Response:
         return FileResponse(PAGE, media_type="text/html")
 
+
+def _add_errors(app: FastAPI, metrics: Metrics) -> None:
+    """How exceptions are answered, and counted."""
+
     async def api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        shared.error(error.status)
+        metrics.error(error.status)
         return error.response(request.scope)
 
     async def http_error(request: Request, error: Exception) -> Response:
@@ -223,7 +275,7 @@ def make_app(doors: Sequence[Door], access: Access) -> ASGIApp:
             404: f"there is no {request.url.path}",
             405: f"{request.url.path} takes {headers.get('Allow')}, not {request.method}",
         }
-        shared.error(error.status_code)
+        metrics.error(error.status_code)
         wrong = ApiError(words.get(error.status_code, str(error.detail)), error.status_code)
         answer = wrong.response(request.scope)
         answer.headers.update(headers)
@@ -234,7 +286,7 @@ def make_app(doors: Sequence[Door], access: Access) -> ASGIApp:
 
     async def unexpected(request: Request, error: Exception) -> Response:
         traceback.print_exception(error, file=sys.stderr)
-        shared.error(500)
+        metrics.error(500)
         wrong = ApiError("internal error; the server's log has the rest of it", 500)
         return wrong.response(request.scope)
 
@@ -242,16 +294,6 @@ def make_app(doors: Sequence[Door], access: Access) -> ASGIApp:
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(ClientDisconnect, left)
     app.add_exception_handler(Exception, unexpected)
-    guarded: ASGIApp = Ending(Guard(app, shared, access.keys), shared)
-    if access.origins:  # in front of the guard: browsers ask without a key whether they may
-        guarded = CORSMiddleware(
-            guarded,
-            allow_origins=access.origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id", "request-id", "retry-after"],
-        )
-    return RequestIds(guarded)
 
 
 class Ending:
@@ -363,11 +405,6 @@ class Bodies:
 
 def _too_large(most: int) -> ApiError:
     return ApiError(f"the request's body is larger than {most} bytes, the most this server takes", 413)
-
-
-def _door_of_model(doors: Sequence[Door], body: bytes) -> Door:
-    """The door to the model that a body names. Raises ApiError."""
-    return doors[0] if len(doors) == 1 else asked_door(doors, model_of(body))
 
 
 def _json(content: Any) -> Response:

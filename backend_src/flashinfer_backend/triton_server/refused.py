@@ -11,30 +11,26 @@ from collections.abc import Mapping
 
 import numpy as np
 
-_FEATURES = {
-    "encoder_input_features": "encoder-decoder models",
-    "encoder_output_lengths": "encoder-decoder models",
-    "cross_attention_mask": "encoder-decoder models",
-    "skip_cross_attn_blocks": "encoder-decoder models",
-    "mrope_rotary_cos_sin": "multimodal prompts",
-    "mrope_position_deltas": "multimodal prompts",
-    "prompt_embedding_table": "prompt tuning",
-    "prompt_table_extra_ids": "prompt tuning",
-    "prompt_vocab_size": "prompt tuning",
-    "draft_input_ids": "speculative decoding",
-    "draft_logits": "speculative decoding",
-    "draft_acceptance_threshold": "speculative decoding",
-    "lookahead_window_size": "lookahead decoding",
-    "lookahead_ngram_size": "lookahead decoding",
-    "lookahead_verification_set_size": "lookahead decoding",
-    "context_phase_params": "disaggregated serving",
-    "retention_token_range_starts": "KV cache retention",
-    "retention_token_range_ends": "KV cache retention",
-    "retention_token_range_priorities": "KV cache retention",
-    "retention_token_range_durations_ms": "KV cache retention",
-    "retention_decode_priority": "KV cache retention",
-    "retention_decode_duration_ms": "KV cache retention",
-}
+# Features that this backend does not have, and the inputs that ask for each.
+_INPUTS = {
+    "encoder-decoder models": (
+        "encoder_input_features", "encoder_output_lengths", "cross_attention_mask",
+        "skip_cross_attn_blocks",
+    ),
+    "multimodal prompts": ("mrope_rotary_cos_sin", "mrope_position_deltas"),
+    "prompt tuning": ("prompt_embedding_table", "prompt_table_extra_ids", "prompt_vocab_size"),
+    "speculative decoding": ("draft_input_ids", "draft_logits", "draft_acceptance_threshold"),
+    "lookahead decoding": (
+        "lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size",
+    ),
+    "disaggregated serving": ("context_phase_params",),
+    "KV cache retention": (
+        "retention_token_range_starts", "retention_token_range_ends", "retention_token_range_priorities",
+        "retention_token_range_durations_ms", "retention_decode_priority",
+        "retention_decode_duration_ms",
+    ),
+}  # fmt: skip
+_FEATURES = {name: feature for feature, names in _INPUTS.items() for name in names}
 
 # The value each of these has when it changes nothing. len_penalty, beam_search_diversity_rate and
 # early_stopping rank beams and runtime_top_p_min and runtime_top_p_reset_ids bound the decay of top_p:
