@@ -11,7 +11,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -45,6 +46,28 @@ class Chunk(NamedTuple):
     request: Request
     start: int
     length: int
+
+
+@dataclass(slots=True)
+class SlotNews:
+    """What the next plan tells the worker, besides its rows: see the same fields of StepPlan."""
+
+    new: list[NewSequence] = field(default_factory=list)
+    freed: list[int] = field(default_factory=list)
+    recalled: list[tuple[int, bytes]] = field(default_factory=list)
+    adapters: list[tuple[int, int]] = field(default_factory=list)  # of sequences that came to slots
+    restored: list[tuple[int, int]] = field(default_factory=list)
+    saved: list[tuple[int, int]] = field(default_factory=list)
+
+
+class Rows(NamedTuple):
+    """Rows of a plan: the same columns as StepPlan's."""
+
+    slots: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    feeds: np.ndarray
+    wants: np.ndarray
 
 
 class Scheduler:
@@ -95,13 +118,7 @@ class Scheduler:
         self._named: list[tuple[BlockPool, int]] = []
         # Of the last plan: they may have left blocks behind their windows.
         self._last_prompts: list[Request] = []
-        # What the next plan tells the sampler.
-        self._new: list[NewSequence] = []
-        self._freed: list[int] = []
-        self._recalled: list[tuple[int, bytes]] = []
-        self._adapters: list[tuple[int, int]] = []  # of sequences that came to slots: (slot, place)
-        self._restored: list[tuple[int, int]] = []  # (slot, snapshot)
-        self._saved: list[tuple[int, int]] = []
+        self._news = SlotNews()
         self._saving: list[int] = []  # snapshots of prompts that the last plan writes
         size = config.tokens_per_block
         self._snapshot_tokens = -(-SNAPSHOT_TOKENS // size) * size
@@ -125,7 +142,7 @@ class Scheduler:
         else:
             self.queue.remove(request)
         if request.params.stateful and request.first_scheduled_ns:
-            self._freed.append(request.handle)
+            self._news.freed.append(request.handle)
 
     def drop_late(self, now_ns: int) -> list[Request]:
         """Release the requests without a slot whose deadline, of the monotonic clock, is `now_ns` or before,
@@ -319,12 +336,12 @@ class Scheduler:
             borders = self._borders(reusable, found)
             request.borders = borders if chunked else borders[-1:]  # a step keeps one within a row
             if found:
-                self._restored.append((slot, self.kv_manager.restore(reusable[:found])))
+                self._news.restored.append((slot, self.kv_manager.restore(reusable[:found])))
         if self._history and found:
             cached = request.known_tokens[: found * size]
-            self._recalled.append((slot, cached.astype("<i4").tobytes()))
+            self._news.recalled.append((slot, cached.astype("<i4").tobytes()))
         if self.config.max_loras:
-            self._adapters.append((slot, request.adapter))
+            self._news.adapters.append((slot, request.adapter))
         request.registered_blocks = found
         request.found_blocks = found
         request.reused_blocks += found
@@ -341,7 +358,7 @@ class Scheduler:
         self.running[request.handle] = request
         self.prefilling.append(request)
         if request.params.stateful:
-            self._new.append(self._new_sequence(request))
+            self._news.new.append(self._new_sequence(request))
         return request
 
     def _borders(self, keys: list[bytes], found: int) -> list[int]:
@@ -410,99 +427,99 @@ class Scheduler:
 
     def _assemble(self, decoding: np.ndarray, chunks: list[Chunk], updates: np.ndarray) -> StepPlan:
         table = self.table
+        drafted = NONE
         if self.drafts:
             drafted = decoding[self._row_tokens[decoding] > 1]
             decoding = decoding[self._row_tokens[decoding] == 1]
-        else:
-            drafted = NONE
-        rows = decoding.astype(np.intp)  # numpy indexes by these in a third of the time
-        starts = table.computed[rows]
-        table.computed[rows] = starts + 1
-        # With drafts, only the device knows where a row ends, and states are behind it.
-        if self.kv_manager.snapshots is not None and self.kv_manager.reuse and not self.drafts:
-            for place in ((starts + 1) % self._snapshot_tokens == 0).nonzero()[0].tolist():
-                self._save_generated(int(decoding[place]), int(starts[place]) + 1)
-        slots, sampling = decoding, decoding
+        rows = self._decode_rows(decoding)
+        sampling, samples = decoding, 1  # slots, and how many tokens are sampled of each
+        tokens, following = NONE, NONE
         cuts: list[tuple[int, int, int]] = []
-        lengths, tokens, following = self._ones[: len(decoding)], NONE, NONE
-        feeds, wants = self._last[: len(decoding)], self._next[: len(decoding)]
         if chunks:
             chunks = sorted(chunks, key=lambda chunk: chunk.length > 1)  # rows of length 1 come first
-            added = np.array([(c.request.slot, c.start, c.length) for c in chunks], np.int32)
-            ends = added[:, 1] + added[:, 2]
-            reaches = ends == table.known[added[:, 0]]
-            logits = [c.request.params.context_logits and not len(c.request.generated) for c in chunks]
-            slots = np.concatenate([decoding, added[:, 0]])
-            starts = np.concatenate([starts, added[:, 1]])
-            lengths = np.concatenate([lengths, added[:, 2]])
-            feeds = np.concatenate([feeds, np.full(len(chunks), Feeds.GIVEN, np.int8)])
-            wanted = reaches * Wants.NEXT | np.array(logits) * Wants.LOGITS
-            wants = np.concatenate([wants, wanted])
+            prompts = self._prompt_rows(chunks)
             tokens = np.concatenate(
                 [table.tokens[c.request.slot, c.start : c.start + c.length] for c in chunks]
             )
-            sampling = np.concatenate([sampling, added[reaches, 0]])
-            rows = sampling.astype(np.intp)
+            ends = prompts.starts + prompts.lengths
+            reaches = ends == table.known[prompts.slots]
+            sampling = np.concatenate([sampling, prompts.slots[reaches]])
             if self.drafts:
-                following = np.where(reaches, -1, table.tokens[added[:, 0], ends]).astype(np.int32)
+                following = np.where(reaches, -1, table.tokens[prompts.slots, ends]).astype(np.int32)
             for row, chunk in enumerate(chunks, len(decoding)):
                 kept = self._computed_prompt(chunk)
                 cuts += [(row, length, snapshot) for length, snapshot in kept]
-        samples = 1
+            rows = _joined(rows, prompts)
         if len(drafted):
-            drafts = self._row_tokens[drafted]
-            slots = np.concatenate([slots, drafted])
-            starts = np.concatenate([starts, table.computed[drafted]])
-            lengths = np.concatenate([lengths, drafts])
-            feeds = np.concatenate([feeds, np.full(len(drafted), Feeds.LAST_AND_DRAFTS, np.int8)])
-            wants = np.concatenate([wants, np.full(len(drafted), Wants.NEXT_OF_EACH, np.int8)])
-            table.computed[drafted] += drafts
-            samples = np.concatenate([np.ones(len(sampling), np.int32), drafts])
+            drafts = self._draft_rows(drafted)
+            samples = np.concatenate([np.ones(len(sampling), np.int32), drafts.lengths])
             sampling = np.concatenate([sampling, drafted])
-            rows = sampling.astype(np.intp)
-        outputs = table.planned_outputs[rows]
-        suppressed = np.where(outputs < table.min_tokens[rows], table.end_id[rows], np.int32(-1))
+            rows = _joined(rows, drafts)
+        chosen = sampling.astype(np.intp)
+        outputs = table.planned_outputs[chosen]
+        suppressed = np.where(outputs < table.min_tokens[chosen], table.end_id[chosen], np.int32(-1))
         outputs += samples
-        table.planned_outputs[rows] = outputs
+        table.planned_outputs[chosen] = outputs
         # Sequences whose last token this step makes stay in their slots until it is read.
-        going_on = sampling[outputs < table.max_new[rows]]
+        going_on = sampling[outputs < table.max_new[chosen]]
         streams = len(decoding) + len(drafted)
         self.decoding = going_on if streams else np.concatenate([self.decoding, going_on])
-        new, self._new = self._new, []
-        freed, self._freed = self._freed, []
-        recalled, self._recalled = self._recalled, []
-        adapters, self._adapters = self._adapters, []
-        restored, self._restored = self._restored, []
-        saved, self._saved = self._saved, []
         # None for a step that has prompts, as the next one is about to.
         wanted = 0
         if self._pace is not None and not self.prefilling:
-            wanted = self._pace.offers(rows[table.takes_drafts[rows]], len(rows))
-        self._offered[rows] = wanted
+            wanted = self._pace.offers(chosen[table.takes_drafts[chosen]], len(chosen))
+        self._offered[chosen] = wanted
+        news, self._news = self._news, SlotNews()
         return StepPlan(
-            slots=slots,
-            starts=starts,
-            lengths=lengths,
-            feeds=feeds,
-            wants=wants,
+            slots=rows.slots,
+            starts=rows.starts,
+            lengths=rows.lengths,
+            feeds=rows.feeds,
+            wants=rows.wants,
             tokens=tokens,
             block_updates=updates,
-            epochs=table.epoch[rows],
-            temperature=table.temperature[rows],
-            seed=table.seed[rows],
+            epochs=table.epoch[chosen],
+            temperature=table.temperature[chosen],
+            seed=table.seed[chosen],
             suppressed=suppressed,
-            stateful=table.stateful[rows].nonzero()[0].astype(np.int32),
-            new=new,
-            freed=freed,
+            stateful=table.stateful[chosen].nonzero()[0].astype(np.int32),
+            new=news.new,
+            freed=news.freed,
             drafts=wanted,
             following=following,
-            recalled=recalled,
-            adapters=np.array(adapters, np.int32) if adapters else NO_PAIRS,
-            restored=np.array(restored, np.int32) if restored else NO_PAIRS,
-            saved=np.array(saved, np.int32) if saved else NO_PAIRS,
-            cuts=np.array(cuts, np.int32) if cuts else NO_CUTS,
-            adapted=bool(self.config.max_loras) and bool((table.adapter[slots] >= 0).any()),
+            recalled=news.recalled,
+            adapters=_array(news.adapters, NO_PAIRS),
+            restored=_array(news.restored, NO_PAIRS),
+            saved=_array(news.saved, NO_PAIRS),
+            cuts=_array(cuts, NO_CUTS),
+            adapted=bool(self.config.max_loras) and bool((table.adapter[rows.slots] >= 0).any()),
         )
+
+    def _decode_rows(self, slots: np.ndarray) -> Rows:
+        """Rows that feed their slots' last tokens, counted as computed."""
+        count, places = len(slots), slots.astype(np.intp)  # numpy indexes by these in a third of the time
+        starts = self.table.computed[places]
+        self.table.computed[places] = starts + 1
+        # With drafts, only the device knows where a row ends, and states are behind it.
+        if self.kv_manager.snapshots is not None and self.kv_manager.reuse and not self.drafts:
+            for row in ((starts + 1) % self._snapshot_tokens == 0).nonzero()[0].tolist():
+                self._save_generated(int(slots[row]), int(starts[row]) + 1)
+        return Rows(slots, starts, self._ones[:count], self._last[:count], self._next[:count])
+
+    def _prompt_rows(self, chunks: list[Chunk]) -> Rows:
+        columns = np.array([(c.request.slot, c.start, c.length) for c in chunks], np.int32)
+        slots, starts, lengths = columns.T
+        logits = [c.request.params.context_logits and not len(c.request.generated) for c in chunks]
+        reaches = starts + lengths == self.table.known[slots]
+        wants = reaches * Wants.NEXT | np.array(logits) * Wants.LOGITS
+        return Rows(slots, starts, lengths, np.full(len(chunks), Feeds.GIVEN, np.int8), wants)
+
+    def _draft_rows(self, slots: np.ndarray) -> Rows:
+        """Rows that feed their slots' last tokens and drafts, counted as computed."""
+        lengths, starts = self._row_tokens[slots], self.table.computed[slots]
+        self.table.computed[slots] += lengths
+        feeds = np.full(len(slots), Feeds.LAST_AND_DRAFTS, np.int8)
+        return Rows(slots, starts, lengths, feeds, np.full(len(slots), Wants.NEXT_OF_EACH, np.int8))
 
     def correct(self, plan: StepPlan, kept: np.ndarray) -> None:
         """Book what a step with drafts came to, before a sequence of it is released. kept: int32 [sampling
@@ -568,7 +585,7 @@ class Scheduler:
             self._named.append((self.kv_manager.snapshots, snapshot))
             self._saving.append(snapshot)
             if border == computed:
-                self._saved.append((request.slot, snapshot))
+                self._news.saved.append((request.slot, snapshot))
             else:
                 within.append((border - chunk.start, snapshot))
         if computed == self.table.known[request.slot]:
@@ -587,7 +604,7 @@ class Scheduler:
                 return
             (request.snapshot,) = found
         request.snapshot_tokens = tokens
-        self._saved.append((slot, request.snapshot))
+        self._news.saved.append((slot, request.snapshot))
 
     def _register(self, request: Request, blocks: int) -> None:
         new = range(request.registered_blocks, min(blocks, len(request.block_keys)))
@@ -629,8 +646,16 @@ class Scheduler:
                     self._named.append((pool, request.snapshot))
                 pool.release([request.snapshot])
                 request.snapshot = 0
-            self._restored = [pair for pair in self._restored if pair[0] != slot]
+            self._news.restored = [pair for pair in self._news.restored if pair[0] != slot]
         self.kv_manager.release(request)
         self.reserved_blocks -= request.reserved_blocks
         request.reserved_blocks = 0
         table.vacate(slot)
+
+
+def _joined(first: Rows, second: Rows) -> Rows:
+    return Rows(*(np.concatenate(pair) for pair in zip(first, second, strict=True)))
+
+
+def _array(values: list[Any], empty: np.ndarray) -> np.ndarray:
+    return np.array(values, np.int32) if values else empty
