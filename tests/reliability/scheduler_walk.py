@@ -507,6 +507,9 @@ class World:
 
     # The device.
 
+    def settle(self) -> None:
+        """All of a step is done at its launch."""
+
     def launch(
         self,
         plan: StepPlan,
