@@ -315,3 +315,4 @@ def test_drafters_that_do_not_fit_are_named_with_the_reason(refused, tmp_path):
     assert f"draft_model={head}: the drafter has vocab_size 32, and the target 64" in message
     message = refused(*eagle, "--set", f"draft_model={other}")
     assert f"draft_model={other}: no folder {other}" in message
+    assert "draft_model=bundled: the drafter has" in refused(*eagle, "--set", "draft_model=bundled")

@@ -72,7 +72,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     )] = "none"
     draft_model: Annotated[str, Setting(
         "folder of the EAGLE-3 head of speculative_method=eagle3; bundled = the bundled model's",
-        words=("none",))] = "none"
+        words=("none", "bundled"))] = "none"
     max_draft_len: Annotated[int, Setting(
         "the most tokens guessed for a step; fewer where many sequences run", high=15)] = 4
     max_matching_ngram_size: Annotated[int, Setting(
