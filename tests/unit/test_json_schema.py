@@ -365,6 +365,11 @@ def deep(levels: int) -> str:
         ('{"allOf": [{"$ref": "#"}, {}]}', "leads back to itself"),
         ('{"enum": [1e999]}', "a number that is too large"),
         ('{"minimum": 1e999, "type": "integer"}', "a number that is too large"),
+        *(
+            ('{"type": "integer", "%s": 1%s}' % (keyword, "0" * 400), "a number that is too large")
+            for keyword in ("minimum", "multipleOf", "const", "minLength")
+        ),
+        ('{"minLength": 1%s}' % ("0" * 300), "more than a sequence can hold"),
         ('{"const": NaN}', "NaN is not JSON"),
         ("[1,", "Failed to parse JSON"),
         ("false", "no value satisfies"),

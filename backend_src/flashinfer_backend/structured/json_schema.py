@@ -87,7 +87,7 @@ Schema = dict[str, Any]
 def parse_schema(text: str) -> Any:
     """The JSON of a schema. Raises GrammarError."""
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return json.loads(text, parse_int=_checked_int, parse_constant=_refuse_constant)
     except RecursionError:
         raise GrammarError(
             f"it is nested too deeply; at most {GRAMMAR.nesting} subschemas in each other"
@@ -96,8 +96,14 @@ def parse_schema(text: str) -> Any:
         raise
     except json.JSONDecodeError as error:
         raise GrammarError(f"Failed to parse JSON: {error}") from None
-    except ValueError:
+    except (ValueError, OverflowError):
         raise GrammarError("it has a number that is too large") from None
+
+
+def _checked_int(text: str) -> int:
+    """An integer that is a float as well, as limits and steps are compared with some."""
+    float(number := int(text))
+    return number
 
 
 def _refuse_constant(name: str) -> None:
@@ -499,7 +505,9 @@ def _check_values(checked: Schema, path: str) -> int:
             checked[keyword] = int(value)
         if value > GRAMMAR.count:
             if keyword.startswith("min"):
-                raise _refused(path, f"{keyword!r} {value} is more than a sequence can hold", "lower it")
+                raise _refused(
+                    path, f"{keyword!r} {_short(str(value))} is more than a sequence can hold", "lower it"
+                )
             del checked[keyword]
     values = checked.get("enum", [])
     if "enum" in checked and (not isinstance(values, list) or not values):
