@@ -38,6 +38,7 @@ LARK = "custom with a Lark grammar"  # which nothing can keep to inside JSON
 INPUT = "input"  # of a custom tool, the one parameter of the function that the model sees in its place
 CALL_FIELDS = {"function_call": "arguments", "custom_tool_call": INPUT}
 CALL_OUTPUTS = ("function_call_output", "custom_tool_call_output")
+ITEMS = ("message", *CALL_FIELDS, *CALL_OUTPUTS, "reasoning")
 
 
 class Offered(NamedTuple):
@@ -135,6 +136,8 @@ def messages_of(
     # Earlier items, which were right when they came, have numbers below 0.
     for n, item in enumerate([*earlier, *input_items(request)], start=-len(earlier)):
         kind = item.get("type", "message")
+        if not isinstance(kind, str) or kind not in ITEMS:
+            raise _wrong(f"input[{n}].type", kind, f"one of {', '.join(ITEMS)}")
         if kind == "message":
             messages.append({"role": item.get("role"), "content": item.get("content")})
         elif kind in CALL_FIELDS:
@@ -160,14 +163,11 @@ def messages_of(
             _check_call_id(item, n)
             output = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
             messages.append(output)
-        elif kind == "reasoning":
+        else:
             text = _thought(item.get("content"), f"input[{n}].content")
             text = text or unwrapped_text(item.get("encrypted_content"), f"input[{n}].encrypted_content")
             if text:
                 _assistant(messages, new=True)["reasoning_content"] = text
-        else:
-            known = ", ".join(("message", *CALL_FIELDS, *CALL_OUTPUTS, "reasoning"))
-            raise _wrong(f"input[{n}].type", kind, f"one of {known}")
         content = "output" if kind in CALL_OUTPUTS else "content"
         if len(messages) > len(places) or kind in CALL_FIELDS:
             places[len(messages) - 1 :] = [Place(f"input[{n}]", f"input[{n}].{content}")]
@@ -206,9 +206,10 @@ def input_items(request: ResponsesRequest) -> list[dict[str, Any]]:
 
 def _thought(content: Any, place: str) -> str:
     """The text of a reasoning item. Raises ApiError."""
+    content = [] if content is None else content
     texts: list[Any] = [None]
-    if isinstance(content or [], list):
-        texts = [part.get("text") if isinstance(part, dict) else None for part in content or []]
+    if isinstance(content, list):
+        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
     if not all(isinstance(text, str) for text in texts):
         raise ApiError(
             f'{place} should be a list of parts: {{"type": "reasoning_text", "text": ...}}', param=place
