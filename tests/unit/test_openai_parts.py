@@ -169,6 +169,9 @@ def test_templates_are_found_wherever_checkpoints_keep_them(tmp_path: Path) -> N
     template = ChatTemplate.load(tmp_path)
     assert template is not None
     assert template.render(ASK) == "plain"
+    for name in ("messages", "add_generation_prompt", "chat_template"):
+        with pytest.raises(ApiError, match=f"has {name}, which templates get from"):
+            template.render(ASK, variables={name: 5})
     assert template.render(ASK, tools=[{"x": 1}]).startswith("with [{")
     write(tmp_path, chat_template_json={"chat_template": "older"})
     assert ChatTemplate.load(tmp_path).source == "older"  # type: ignore[union-attr]
@@ -710,6 +713,8 @@ def test_errors_of_a_choice_show_the_requests_own_form(places: list[str] | None,
     ([{"role": "user", "content": [5]}], "input[0].content[0] is 5; it should be an object with a type"),
     ([{"type": "item_reference", "id": "1"}],
      'input[0].type is "item_reference"; it should be one of message, function_call,'),
+    ([{"type": []}], "input[0].type is []; it should be one of message, function_call,"),
+    ([{"type": "reasoning", "content": 0}], "input[0].content should be a list of parts"),
     ([{"role": "oracle", "content": "a"}], "input[0].role is \"oracle\"; it should be one of"),
     ([], "input is empty; it should have at least one item"),
     ([{"type": "function_call", "name": "f", "arguments": json.dumps([0] * 70000)}],

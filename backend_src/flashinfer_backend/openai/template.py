@@ -30,6 +30,11 @@ SWITCHES = {
     "thinking": r"\bthinking is (not )?defined|\bif thinking\b",
 }
 EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")  # of reasoning, from little to much
+# Variables that a request gives by fields of its own, and others that rendering takes.
+OF_REQUEST = (
+    *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+    *("conversations", "chat_template", "return_assistant_tokens_mask"),
+)
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
@@ -106,6 +111,12 @@ class ChatTemplate:
 
         source = self.tool_source if tools else self.source
         given = [name for name, value in (("tools", tools), ("documents", documents)) if value]
+        if taken := [name for name in variables or {} if name in OF_REQUEST]:
+            raise ApiError(
+                f"chat_template_kwargs has {taken[0]}, which templates get from the request's own fields;"
+                " it should be left out there",
+                param="chat_template_kwargs",
+            )
         for name in given + list(variables or {}):
             if not _uses(name, source):
                 known = name in ("tools", "documents")
