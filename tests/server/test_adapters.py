@@ -24,6 +24,7 @@ from flashinfer_backend.core.paths import BUNDLED, resolve_model_dir
 from flashinfer_backend.models.adapters import AdapterError
 from flashinfer_backend.serving.adapters import AdapterNames
 from flashinfer_backend.text.tokenizer import TextTokenizer
+from flashinfer_backend.triton_server.adapters import chosen_adapters
 
 PROMPT, TOKENS = "The king and the queen", 12
 # TensorRT-LLM's numbers of modules.
@@ -197,6 +198,30 @@ def test_processes_that_store_task_ids_at_once(adapters: dict[str, Path], tmp_pa
     left = sorted((each.name for each in (run_dir / "adapters").iterdir()), key=len)
     assert len(left) == 2  # a task id, and its weights
     assert AdapterNames(config, run_dir).task(int(left[0])).endswith(left[1])
+
+
+def test_wrong_weights_of_task_ids_are_refused_and_their_number_is_bounded(
+    adapters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, numbers = (each[0] for each in trt_tensors(adapters["task"], padding=5))
+    names = AdapterNames(EngineConfig(model_dir=BUNDLED, tokenizer_dir=BUNDLED, max_loras=1), tmp_path / "u")
+    twice, wrong = numbers.copy(), weights.copy()
+    twice[1], wrong[1, 3] = twice[0], np.nan
+    for changed, said in (
+        ((weights, twice), "more than once"),
+        ((wrong, numbers), "lora_weights holds NaN or infinity"),
+    ):
+        with pytest.raises(AdapterError, match=said):
+            names.keep_task(5, *changed)
+    rows = {"lora_task_id": np.array([[5], [6], [5]], np.uint64), "lora_config": np.stack([numbers] * 3)}
+    same = chosen_adapters({**rows, "lora_weights": np.stack([weights] * 3)}, 3, "", names)
+    assert same[0] == same[2] and [name for _, name in same] == ["5", "6", "5"]
+    with pytest.raises(ValueError, match="rows 0 and 2 have different weights for lora_task_id 5"):
+        chosen_adapters({**rows, "lora_weights": np.stack([weights, weights, 2 * weights])}, 3, "", names)
+    monkeypatch.setattr("flashinfer_backend.serving.adapters.MOST_TASKS", 3)
+    for task in (7, 8):  # all with the same weights
+        names.keep_task(task, weights, numbers)
+    assert sorted(file.name for file in (tmp_path / "u" / "adapters").glob("?")) == ["6", "7", "8"]
 
 
 def test_two_models_do_not_take_the_same_name_at_once(adapters: dict[str, Path], tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+from flashinfer_backend.core.bounds import MOST_TASKS
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.values import shown
@@ -176,16 +177,16 @@ class AdapterNames:
         return str(tasks / name)
 
     def _forget_tasks(self, tasks: Path) -> None:
-        """Keep the tasks used last, within lora_cache_host_memory_bytes. The run directory is locked."""
+        """Keep the MOST_TASKS used last, within lora_cache_host_memory_bytes. The run directory is locked."""
         numbers = [file for file in tasks.iterdir() if file.is_file() and file.name.isdigit()]
         numbers.sort(key=lambda file: file.stat().st_mtime_ns, reverse=True)
         kept: set[str] = set()
         held = 0
-        for file in numbers:
+        for place, file in enumerate(numbers):
             name = file.read_text()
             if name not in kept:
                 held += (tasks / name / WEIGHTS).stat().st_size
-            if held > self._config.lora_cache_host_memory_bytes and kept:
+            if (held > self._config.lora_cache_host_memory_bytes and kept) or place >= MOST_TASKS:
                 file.unlink()
             else:
                 kept.add(name)
@@ -211,11 +212,15 @@ class AdapterNames:
                     f"lora_config names module {number} of layer {layer}, which this model lacks"
                 )
             module, (rows, columns) = places[layer, names[0]]
+            if f"{PREFIX}{module}.lora_A.weight" in tensors:
+                raise AdapterError(f"lora_config names module {number} of layer {layer} more than once")
             if rank < 1 or rank * (rows + columns) > len(row):
                 raise AdapterError(
                     f"lora_config says that {module} has rank {rank}, and lora_weights has {len(row)} numbers"
                     f" for it; they should be at least {max(1, rank) * (rows + columns)}"
                 )
+            if not np.isfinite(row[: rank * (rows + columns)]).all():
+                raise AdapterError("lora_weights holds NaN or infinity; it should hold numbers")
             down, up = np.split(row[: rank * (rows + columns)], [rank * columns])
             up = up.reshape(rows, rank)
             if names[0] == "gate_up_proj":

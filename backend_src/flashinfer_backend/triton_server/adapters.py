@@ -99,7 +99,15 @@ def chosen_adapters(
             f"lora_weights {list(weights.shape)} and lora_config {list(config.shape)} should be"
             f" [{rows}, modules, n] and [{rows}, modules, 3]"
         )
-    return [(adapters.keep_task(*each), str(each[0])) for each in zip(ids, weights, config, strict=True)]
+    first = {number: row for row, number in reversed(list(enumerate(ids)))}
+    for row, number in enumerate(ids):
+        if any(not np.array_equal(each[row], each[first[number]]) for each in (weights, config)):
+            raise ValueError(
+                f"rows {first[number]} and {row} have different weights for lora_task_id {number}; an id"
+                " should have one adapter"
+            )
+    folders = {number: adapters.keep_task(number, weights[row], config[row]) for number, row in first.items()}
+    return [(folders[number], str(number)) for number in ids]
 
 
 def _by_row(name: str, tensor: np.ndarray, rows: int) -> np.ndarray:
