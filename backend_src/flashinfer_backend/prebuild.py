@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--output", type=Path, metavar="DIR",
-        help="copy the libraries there, too, for an image: the engine finds them by"
+        help="also copy the libraries there, for an image: the engine finds them by"
         " FLASHINFER_BACKEND_KERNELS=DIR",
     )  # fmt: skip
     parser.add_argument(

@@ -177,7 +177,7 @@ def test_a_client_that_does_not_request_text_output(server: Server, streaming: b
             found.append(answers.get(timeout=120))
     result, error = found[-1]
     if streaming:
-        assert "request text_output beside the other outputs" in str(error)
+        assert "request text_output next to the other outputs" in str(error)
     else:
         assert error is None and result.as_numpy("num_output_tokens").item() == tokens
 

@@ -166,9 +166,7 @@ def test_a_starting_engine_that_comes_no_further_is_ended(
 ) -> None:
     engine = kept(stall_s=0.5)
     wait_for(lambda: engine.look() or engine.record.error)
-    words = (
-        r"has come no further for 0.00833333 minutes while it starts, and is ended \(start_stall_minutes\)"
-    )
+    words = r"made no progress for 0.00833333 minutes during startup; stopping it \(start_stall_minutes\)"
     assert re.search(words, engine.record.error) and re.search(words, capfd.readouterr().err)
 
 

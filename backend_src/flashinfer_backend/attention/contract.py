@@ -41,7 +41,7 @@ class Scores(NamedTuple):
 
 
 class StepShape(NamedTuple):
-    """Of the steps that one graph runs: tokens, padding included, and the most rows that feed feeds_per_row
+    """The steps that one graph runs: tokens, padding included, and the most rows that feed feeds_per_row
     tokens. (r, r, 1): decode rows alone. (t, r, None): up to r decode rows, then prompts. shared: decode rows
     read once what they share (AttentionBatch.prefixes)."""
 

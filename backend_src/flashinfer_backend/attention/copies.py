@@ -28,12 +28,12 @@ def has_fa3(device: torch.device) -> bool:
 def copied_blocks(
     cache: KVCacheFormat, dtype: torch.dtype, max_seq_len: int, max_num_tokens: int, device: torch.device
 ) -> int:
-    """Of how many blocks there is room for copies: what the prompts of a step read, counted for each prompt.
+    """The number of blocks that can be copied: what the prompts of a step read, counted for each prompt.
     0 where FA3 needs none, and where there is no FA3. dtype: of queries.
 
     Room for all that a step of max_num_tokens tokens has behind a sequence of max_seq_len tokens, or behind
     shorter ones of 65536 together; at most 1 GiB. A block that a prompt does not fill counts as a whole
-    one, so many such prompts may want a little more.
+    one, so a step with many such prompts can need a little more.
     """
     if cache.dtype != E4M3 or not has_fa3(device):
         return 0
@@ -61,5 +61,5 @@ def copies_format(cache: KVCacheFormat, dtype: torch.dtype) -> KVCacheFormat:
 
 
 def copies_bytes(cache: KVCacheFormat, dtype: torch.dtype, blocks: int) -> int:
-    """Of device memory, for `blocks` as copied_blocks gives them."""
+    """Device memory for the copies of `blocks` blocks, a number that copied_blocks returned."""
     return (blocks + MAX_PROMPTS) * copies_format(cache, dtype).bytes_per_block if blocks else 0

@@ -30,7 +30,7 @@ _NON_CAUSAL, _CAUSAL, _NHD = 0, 1, 0
 
 @dataclass(frozen=True)
 class Shape:
-    """Of one attention layer: heads, block size of the cache in tokens, 16-bit type of queries, and the
+    """One attention layer: heads, block size of the cache in tokens, 16-bit type of queries, and the
     cache's, the same or e4m3."""
 
     num_heads: int

@@ -34,7 +34,7 @@ class GroupedAttention:
         return _ByLayer(self._groups, prepared)
 
     def graph_words(self, shape: StepShape) -> int:
-        """Those of all groups, one behind the other."""
+        """The words of all groups in their order."""
         return sum(group.attention.graph_words(shape) for group in self._groups)
 
     def captured(

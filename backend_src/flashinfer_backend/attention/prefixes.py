@@ -81,7 +81,8 @@ def find_prefixes(
 
 def _best_sets(shared: list[int]) -> list[tuple[int, int, int]]:
     """(first, end, tokens) of sets of neighbours, of which each shares shared[i] tokens with the next one.
-    A longest run of neighbours that share so many is a set, or those within it are, whichever saves more."""
+    The longest run of neighbours that share a number of tokens is a set, or the sets within it are, whichever
+    saves more."""
     best: list[tuple[int, int, int]] = []
     # Runs that go on: tokens, first row, what the sets within save, these sets.
     open_runs: list[tuple[int, int, int, list[tuple[int, int, int]]]] = []
@@ -175,8 +176,8 @@ class PrefixTiles:
 
 
 class RowParts(NamedTuple):
-    """Of each row, int32 [rows]: tokens of its prefix, in how many parts these are read, and the cell of the
-    first one's sums; 0 where it shares none."""
+    """For each row, int32 [rows]: tokens of its prefix, the number of parts that read them, and the cell of
+    the first one's sums; 0 where it shares none."""
 
     tokens: np.ndarray
     parts: np.ndarray

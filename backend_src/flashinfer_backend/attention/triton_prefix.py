@@ -22,7 +22,8 @@ TILE, STAGES = 64, 3  # tokens of a step of the loop, and how many steps are on 
 
 
 class SharedWork(NamedTuple):
-    """Of a step, on the device: items int32 [n, PREFIX_WORDS], and the order of rows that they name."""
+    """A step's shared prefixes on the device: items int32 [n, PREFIX_WORDS], and the order of rows that they
+    name."""
 
     items: Tensor
     order: Tensor

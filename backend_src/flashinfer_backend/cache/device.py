@@ -124,7 +124,7 @@ class StateCache:
     begin. layers: those of each layer."""
 
     def __init__(self, recurrent: Tensor, inputs: Tensor) -> None:
-        """Of all layers: see ops.torch_delta.DeltaStates."""
+        """Both arguments hold all layers: see ops.torch_delta.DeltaStates."""
         self._all = recurrent, inputs
         self.layers = [DeltaStates(*pair) for pair in zip(recurrent, inputs, strict=True)]
 

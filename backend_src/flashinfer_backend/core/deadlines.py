@@ -23,7 +23,7 @@ class Deadlines:
             insort(self._entries, (request.deadline_ns, request.handle, request))
 
     def remove(self, request: Request) -> None:
-        """Of one that was added, with the deadline that it had then."""
+        """Remove a request whose deadline is still the one that it was added with."""
         if request.deadline_ns:
             del self._entries[bisect_left(self._entries, (request.deadline_ns, request.handle))]
 

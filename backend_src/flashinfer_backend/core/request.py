@@ -63,7 +63,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Of the prompt and what was generated before the request came to its slot."""
+        """Tokens of the prompt, and those generated before the request came to its slot."""
         return len(self.prompt) + len(self.generated)
 
     @property

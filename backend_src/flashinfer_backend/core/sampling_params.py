@@ -76,7 +76,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
 
     @property
     def asks_for_logits(self) -> bool:
-        """Of its prompt, or of what it generates."""
+        """Whether a request wants logits of its prompt or of what it generates."""
         return self.context_logits or self.generation_logits
 
     def logits_rows(self, prompt_len: int, max_new: int) -> int:

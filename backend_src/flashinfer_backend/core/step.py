@@ -62,7 +62,7 @@ class StepPlan:
     lengths: np.ndarray  # int32 [rows]
     feeds: np.ndarray  # int8 [rows], Feeds
     wants: np.ndarray  # int8 [rows], Wants
-    tokens: np.ndarray  # int32 [t], of the rows that feed given ones, one row behind the other
+    tokens: np.ndarray  # int32 [t], of the rows that feed given ones, row after row
     # int32 [n, 4]: (cache group, slot, column, block), entered in the group's block table before it is read
     block_updates: np.ndarray = field(default_factory=lambda: NONE.reshape(0, 4))
     # Of the sampling rows, [s] each.
@@ -195,7 +195,7 @@ _encode = msgspec.msgpack.Encoder(enc_hook=_array).encode
 class StepOutput:
     """What a step came to. Rows are sampling rows."""
 
-    tokens: np.ndarray  # int32 [n], of one row behind the other
+    tokens: np.ndarray  # int32 [n], row after row
     counts: np.ndarray | None = None  # int32 [s], tokens of each row, 1 or more; None: one of each
     # Of tokens, by their places in `tokens`.
     log_probs: list[tuple[int, float]] = field(default_factory=list)

@@ -31,7 +31,7 @@ from flashinfer_backend.transport.gpus import DEVICES_VARIABLE
 log = logging.getLogger("flashinfer_backend.engine")
 
 DRIVER = Path("/dev/nvidiactl")  # there is a GPU where it is
-# For the engine to end by itself once it is told to, or when its parent has gone. Its ranks may hang, and a
+# For the engine to end once it is told to, or when its parent has gone. Its ranks may hang, and a
 # step of its own with them. What then has to be done takes a second at most, and LAST_S ends the process also
 # where a library keeps the interpreter's lock: the parent kills an engine, which leaves everything behind,
 # after records.STOP_S.

@@ -80,7 +80,7 @@ class LogitsRoom:
 
     @property
     def stages(self) -> dict[int, Stage]:
-        """Of all, by handle, in order of arrival."""
+        """The stage of each request by its handle, in order of arrival."""
         return {handle: entry.stage for handle, entry in self._entries.items()}
 
     def needed(self, params: SamplingParams) -> bool:

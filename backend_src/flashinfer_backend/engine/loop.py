@@ -195,7 +195,7 @@ class EngineLoop:
             self._refuse(
                 request,
                 f"{protocol.QUEUE_TIMEOUT}: it waited in the queue for {waited_s:.3g} s and never ran. Send"
-                " it again later, with a longer timeout, or with a priority that goes first",
+                " it again later, with a longer timeout, or with a higher priority",
             )
 
     def _launch(self, plan: StepPlan, began: float) -> None:
@@ -213,7 +213,7 @@ class EngineLoop:
             self.pacer.planned(plan, began, time.monotonic(), running, late)
 
         try:
-            launched = self.runner.launch(plan, started, self._finish_ended, self._settle)
+            launched = self.runner.launch(plan, started, self._finish_ended, self._read_all)
         except Exception as error:
             # The other ranks may be in the middle of the step; a step that is half read cannot be read again.
             if self.runner.others is not None or self._reading:
@@ -232,7 +232,7 @@ class EngineLoop:
         if self.runner.device.type == "cuda":
             torch.cuda.synchronize()  # raises where the device is what failed: nothing can go on then
         log.error("a step of %d rows failed", plan.num_rows, exc_info=error)
-        self._settle()
+        self._read_all()
         self.pacer.interrupted()
         prompts = plan.feeds == Feeds.GIVEN
         failed = plan.slots[prompts] if prompts.any() else plan.slots
@@ -268,7 +268,7 @@ class EngineLoop:
         if self.in_flight and self.in_flight[0].download.done:
             self._finish(self.in_flight.popleft())
 
-    def _settle(self) -> None:
+    def _read_all(self) -> None:
         """Read every step in flight."""
         while self.in_flight:
             self._finish(self.in_flight.popleft())
@@ -300,7 +300,9 @@ class EngineLoop:
             self.generated_tokens += int(np.count_nonzero(outcome.tokens != protocol.NO_TOKEN))
         reports = row_reports(table, outcome, output)
         slots, tokens, codes = outcome.slots, outcome.tokens, outcome.codes
-        if outcome.first.any():  # they go first: every row of a step waits in its stub for those before it
+        if (
+            outcome.first.any()
+        ):  # first tokens come first: a row of a step waits in its stub for those before it
             order = np.argsort(~outcome.first, kind="stable")
             slots, tokens, codes = slots[order], tokens[order], codes[order]
         owners, local_ids = table.stub[slots], table.local_id[slots]

@@ -16,7 +16,7 @@ from flashinfer_backend.transport import protocol
 
 @dataclass
 class Outcome:
-    """Tokens of the rows that still have their owner, those of a row one behind the other; arrays [n]."""
+    """Tokens of the rows that still have their owner, those of a row follow each other; arrays [n]."""
 
     rows: np.ndarray  # index into the step's sampling rows
     places: np.ndarray  # index into StepOutput.tokens

@@ -57,7 +57,7 @@ class EngineWatch:
 
 
 def run_dirs() -> list[Path]:
-    """Of the models of this process's server."""
+    """The run directories of the models of this process's server."""
     mine = os.getpid()
     return list(run_dir(mine, "").parent.glob(f"{mine}-*"))
 

@@ -26,7 +26,7 @@ FRESH_S = 0.5  # how old an engine's report may be
 
 
 class Idleness:
-    """Of tritonserver, its stubs and their engines."""
+    """Whether tritonserver, its stubs and their engines are idle."""
 
     def __init__(self, run_dirs: Iterable[Path]) -> None:
         """run_dirs: of the engines."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parent of a model's engines: `python -m flashinfer_backend.launch.keeper`, one process a model.
 
-Whoever needs the engines first starts it (transport/keeper.py): a stub of the model, with serve or without,
-or the OpenAI API with its own engines. It starts the engines, passes on what they say, starts those that
-end again, and ends with its owner: serve, tritonserver or the OpenAI API. Owned by tritonserver it also ends
-when no stub is left. It alone writes the engines' records, from which all others know them.
+The first process that needs the engines starts it (transport/keeper.py): a stub of the model, with serve or
+without, or the OpenAI API with its own engines. It starts the engines, passes on what they say, starts those
+that end again, and ends with its owner: serve, tritonserver or the OpenAI API. Owned by tritonserver it also
+ends when no stub is left. It alone writes the engines' records, from which all others know them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class KeptEngine:
         self, name: str, folder: Path, command: Sequence[str], devices: str | None, stall_s: float
     ) -> None:
         """folder: its run directory. devices: its CUDA_VISIBLE_DEVICES, None for this process's own. stall_s:
-        how long it may come no further while it starts; 0: indefinitely."""
+        how long its start may go without progress; 0: indefinitely."""
         self._name, self._folder, self._command, self._stall_s = name, folder, command, stall_s
         self._env = None if devices is None else {**os.environ, DEVICES_VARIABLE: devices}
         rundir.create(folder)
@@ -122,9 +122,10 @@ class KeptEngine:
     def _end_stalled(self, now: float) -> None:
         if now < max(self._started_at, progress.last_progress(self._folder)) + self._stall_s:
             return
+        minutes = self._stall_s / 60
         words = (
-            f"the engine process {self.record.pid} has come no further for {self._stall_s / 60:g} minutes"
-            " while it starts, and is ended (start_stall_minutes)"
+            f"engine (pid {self.record.pid}) made no progress for {minutes:g} minutes during startup;"
+            " stopping it (start_stall_minutes)"
         )
         say(words)
         records.stop(self.record)

@@ -41,7 +41,7 @@ from flashinfer_backend.transport.addresses import STALLED_S, Address, AddressEr
 from flashinfer_backend.transport.restarts import RESTARTS
 
 # The APIs through which a client could read other clients' requests in shared memory, or write files on this
-# machine. The server refuses them to everybody, unless they are opened by name.
+# machine. The server refuses them to all clients, unless they are opened by name.
 CLOSED = ("shared-memory", "trace", "logging")
 # The server opens an API to clients that send a header, and every local user can read its name and value on
 # the command line. No client can send this one: HTTP's names end at the colon, gRPC's have no capitals.

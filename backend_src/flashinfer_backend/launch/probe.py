@@ -36,7 +36,7 @@ def problem(url: str, model: str | None, timeout_s: float) -> str:
 
 
 def _ensembles(url: str, timeout_s: float) -> list[str]:
-    """Of the server, one of those with the same steps."""
+    """The server's ensembles; of several with the same steps, one."""
     found: dict[str, str] = {}
     try:
         for entry in json.loads(_ask(f"{url}/v2/repository/index", b"{}", timeout_s)[1]):

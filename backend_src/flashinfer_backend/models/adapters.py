@@ -109,9 +109,9 @@ class Adapter(NamedTuple):
 
 
 def read_adapter(folder: Path, spec: ModelSpec, most_rank: int, vocabulary: bool = False) -> Adapter:
-    """Of a folder with adapter_config.json and adapter_model.safetensors, what a rank's share `spec` of the
-    model takes. vocabulary: whether it can have matrices of the embedding and the head. Raises
-    AdapterError."""
+    """Read what a rank's share `spec` of the model takes from a folder with adapter_config.json and
+    adapter_model.safetensors. vocabulary: whether the adapter can have matrices of the embedding and the
+    head. Raises AdapterError."""
     path = folder / WEIGHTS
     try:
         found_state = adapter_state(folder)

@@ -134,7 +134,7 @@ def check_config(raw: dict[str, Any], folder: Path) -> None:
         _refuse(f"it is quantised for MLX, which is not supported: {original('MLX checkpoint')}")
     if scheme is None and read_object_if_there(folder / "quantize_config.json"):
         _refuse(
-            "quantize_config.json beside it says that the weights are quantised by GPTQ: copy its content"
+            "quantize_config.json next to it says that the weights are quantised by GPTQ: copy its content"
             ' into config.json as "quantization_config", with "quant_method": "gptq"'
         )
 

@@ -75,7 +75,7 @@ ON_LOAD = Quantization("fp8_on_load")
 
 
 def read_quantization(raw: dict[str, Any], hf_quant: dict[str, Any]) -> Quantization:
-    """Of config.json and hf_quant_config.json ({} where there is none).
+    """Read config.json and hf_quant_config.json ({} without that file).
 
     Raises UnsupportedModelError, naming what was found, for what is not served.
     """

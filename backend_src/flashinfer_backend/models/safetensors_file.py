@@ -21,7 +21,7 @@ def state(file: Path | int) -> tuple[int, int]:
 
 
 class Header:
-    """Of a file that safetensors has checked already. state: the file's, when it was read."""
+    """The header of a file that safetensors has checked already. state: the file's state when it was read."""
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
@@ -32,7 +32,7 @@ class Header:
 
     @property
     def names(self) -> list[str]:
-        """Of its tensors."""
+        """The names of its tensors."""
         return [name for name in self._tensors if name != "__metadata__"]
 
     def find(self, name: str, part: Sequence[slice]) -> tuple[int, tuple[int, ...]] | None:

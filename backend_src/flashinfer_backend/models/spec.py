@@ -60,7 +60,7 @@ class Product:
     scale: what the checkpoint's weight is multiplied by. centred: the mean of the weight's rows is taken from
     each of them, so that the product's mean is 0. stacked: all experts are one tensor of the module's
     name, where the rows of an expert's several sources take turns. together: the name of a tensor that some
-    checkpoints have in place of the sources', where those of an expert are one behind the other; there,
+    checkpoints have in place of the sources', where those of an expert follow each other; there,
     matrices can be transposed. first_expert, elsewhere: which of the checkpoint's experts these are, and the
     sources of those that other ranks have. format: one of ops.weight.FORMATS.
     """
@@ -579,7 +579,7 @@ class ModelSpec:
         """One rank's share under tensor parallelism: whole heads, and an equal part of each MLP's rows and of
         the vocabulary.
 
-        Raises UnsupportedModelError where the model cannot be cut into so many.
+        Raises UnsupportedModelError where the model cannot be cut into `shard.size` shares.
         """
         if shard.size == 1:
             return self
@@ -740,8 +740,8 @@ class ModelSpec:
         return min(self.max_position_embeddings, self.disputed_window or self.max_position_embeddings)
 
     def windows(self, max_seq_len: int) -> list[int | None]:
-        """Of each of `attentions`; None where it has none, or one that no sequence of max_seq_len tokens
-        exceeds."""
+        """The window of each of `attentions`; None without one, or with one that no sequence of max_seq_len
+        tokens exceeds."""
         found = [mixer.window for mixer in self.attentions]
         return [window if window and window < max_seq_len else None for window in found]
 

@@ -359,7 +359,7 @@ class Transformer(nn.Module):
 
     @property
     def kv_scales(self) -> tuple[tuple[float, float], ...]:
-        """Of keys and values in a cache of e4m3, of each layer with attention."""
+        """The scales of keys and values in a cache of e4m3, for each layer with attention."""
         return tuple(layer.kv_scales for layer in self.attention_layers)
 
     @property
@@ -504,8 +504,8 @@ class Transformer(nn.Module):
 
     @torch.inference_mode()
     def compute_products(self, tokens: int, head: bool) -> None:
-        """Compute each product of so many tokens, for what that loads: of layers that are alike those of one,
-        and the output projection's if told. Ranks do not meet."""
+        """Compute each product of `tokens` tokens, for what that loads: of layers that are alike those of
+        one, and the output projection's if told. Ranks do not meet."""
         unlike = {}
         for layer in self.layers:
             products = ((each.name, each.shape, each.format, each.bias) for each in layer.spec.products)

@@ -316,7 +316,7 @@ def _changed(stored: Stored, change: Callable[[Tensor], Tensor]) -> Stored:
 
 
 def centred(value: Tensor) -> Tensor:
-    """Of a matrix [N, K] or a bias [N], less the mean of its rows."""
+    """A matrix [N, K] or a bias [N] minus the mean of its rows."""
     return value.float() - value.float().mean(0)
 
 

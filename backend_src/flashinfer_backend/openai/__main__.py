@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.add_argument(f"--{name}", **settings)
     parser.add_argument(
         "--restarts", type=count, metavar="N", default=RESTARTS,
-        help="give up after N restarts of a process in a row of which none lived for a minute;"
+        help="give up after a process was restarted N times in a row without living for a minute;"
         " 0: never (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(

@@ -92,7 +92,7 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 @dataclass(frozen=True)
 class Access:
-    """Who may ask, and how much. No keys: everybody. origins: whose pages may, in browsers."""
+    """Who may send requests, and how large. Without keys: everyone. origins: whose pages may, in browsers."""
 
     keys: Sequence[str] = ()
     max_body_bytes: int = 32 << 20

@@ -37,7 +37,7 @@ LONG_TEXT = 4096  # characters from which a text is tokenized in a thread, so th
 
 
 class Door:
-    """Of one process to one model. `asked_door` chooses among several."""
+    """One process's access to one model. `asked_door` chooses among several."""
 
     def __init__(
         self, model: Model, metrics: Metrics, adapters: AdapterNames | None = None, store: Store | None = None
@@ -73,12 +73,12 @@ class Door:
 
     @cached_property
     def token_texts(self) -> TokenTexts[str]:
-        """Of text_of."""
+        """Tokens as text_of writes them."""
         return TokenTexts(text_of, self.decoder(skip_special_tokens=False))
 
     @cached_property
     def chat_tokens(self) -> TokenTexts[bytes]:
-        """Of chat_token."""
+        """Tokens as chat_token writes them."""
         return TokenTexts(chat_token, self.decoder(skip_special_tokens=False))
 
     @property
@@ -139,7 +139,8 @@ class Door:
         return ("", "") if folder is None else (folder, name)
 
     def adapter_folder(self, name: str) -> str | None:
-        """Of the adapter that a request names as its model; None where it names the model itself."""
+        """The folder of the adapter that a request names as its model; None where it names the model
+        itself."""
         if self.adapters is None or not name or name in self.model.names:
             return None
         return self.adapters.folder(name)

@@ -76,5 +76,5 @@ def _inflated(body: bytes, most: int) -> bytes:
 
 
 def _has_header(body: bytes) -> bool:
-    """Of zlib: RFC 1950, 2.2."""
+    """Whether a body begins with zlib's header (RFC 1950, 2.2)."""
     return len(body) > 1 and body[0] & 15 == 8 and int.from_bytes(body[:2], "big") % 31 == 0

@@ -69,7 +69,7 @@ class ModelState:
 
 
 class Metrics:
-    """Of one process. The processes of a door share a folder, and each can show the sum."""
+    """Metrics of one process. The processes of the API share a folder, and each can show the sum."""
 
     def __init__(self, folder: Path, doors: Path, models: Sequence[str]) -> None:
         """folder: for the files of all processes; PROMETHEUS_MULTIPROC_DIR has to name it already. doors: of
@@ -176,7 +176,7 @@ _ROUTERS: dict[str, tuple[str, str, dict[str, Callable[[protocol.Status], float]
 
 
 class _Collector:
-    """Of families that a function yields."""
+    """Collects the families that a function yields."""
 
     def __init__(self, families: Callable[[T], Iterator[Any]], state: T) -> None:
         self.collect = partial(families, state)

@@ -133,7 +133,7 @@ def _lora_root(root: Path | None, configs: Sequence[EngineConfig]) -> str | None
 
 
 def _keys(file: Path | None) -> list[str]:
-    """Raises ValueError for a file without keys, which would let everybody in."""
+    """Raises ValueError for a file without keys, which would let everyone in."""
     keys = os.environ.pop(KEYS_VARIABLE, "").split(",")
     if file is not None:
         if not file.is_file():

@@ -73,7 +73,8 @@ async def stop_profile(door: Door, request: StopProfile) -> Any:
 
 
 async def _ask(door: Door, steps: int) -> list[str]:
-    """Of each engine. Raises ApiError where one refuses or fails; others may have done what was asked."""
+    """Each engine's answer. Raises ApiError where one refuses or fails; others may have done what was
+    asked."""
     try:
         futures = door.link.engines.profile(steps)
         waits = [asyncio.wrap_future(future) for future in futures.values()]

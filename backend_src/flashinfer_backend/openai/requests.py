@@ -495,7 +495,7 @@ def _error(text: str) -> ApiError:
 
 
 def _place(found: re.Match[str]) -> str:
-    """Of a field, by its name and the path of what holds it."""
+    """A field's place: the path of the object that holds it, and its name."""
     return f"{found[2]}.{found[1]}" if found[2] else found[1]
 
 

@@ -188,7 +188,7 @@ def messages_of(
 
 
 def _wrong(place: str, value: Any, wanted: str) -> ApiError:
-    """Of a value of the request."""
+    """The error for a value of the request."""
     return ApiError(f"{place} is {shown(value)}; it should be {wanted}", param=place)
 
 
@@ -428,7 +428,7 @@ class _Reply:
         return body
 
     def _reasoning_tokens(self) -> int:
-        """Of the reasoning's text, made tokens again."""
+        """Number of tokens of the reasoning's text, encoded again."""
         items = [item for item in self._items if item["type"] == "reasoning"]
         texts = [item["content"][0]["text"] for item in items]
         return sum(map(len, self._turn.door.tokenizer.encode_batch(texts, False)))

@@ -119,7 +119,7 @@ class TokenLists:
 
     @property
     def mean(self) -> float:
-        """Of the log probabilities, 0 without any."""
+        """The mean of the log probabilities, 0 without any."""
         return self._total / max(1, self.count)
 
     def json(self) -> dict[str, msgspec.Raw]:
@@ -133,8 +133,8 @@ NAMES = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 def prompt_lists(
     prompt: np.ndarray, logits: bytes | memoryview, top: int, texts: TokenTexts[str], written: DeltaDecoder
 ) -> TokenLists:
-    """Of a prompt (int32 [n]) by its logits (float32 [n, V] as bytes), with the `top` likeliest for each
-    token. The first token has no log probability. texts, written: as of TokenLists."""
+    """The lists of a prompt (int32 [n]) from its logits (float32 [n, V] as bytes), with the `top` likeliest
+    alternatives of each token. The first token has no log probability. texts, written: see TokenLists."""
     lists = TokenLists(texts, written)
     lists.add(int(prompt[0]), None, ())
     for token, row, total in _rows(prompt, logits):

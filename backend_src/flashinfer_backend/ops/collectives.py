@@ -32,7 +32,7 @@ MOST_TOKENS = 1024
 
 
 class Collectives:
-    """Of an engine of one rank: there is nothing to exchange."""
+    """The collectives of a single rank: there is nothing to exchange."""
 
     shard: Shard = WHOLE
 

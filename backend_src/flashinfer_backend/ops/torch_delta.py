@@ -116,7 +116,7 @@ def _edges(lengths: Tensor) -> Tensor:
 def _delta_net(
     parts: Sequence[Tensor], weights: DeltaWeights, states: DeltaStates, rows: DeltaRows
 ) -> Tensor:
-    """Of qkv, z, a and b; no states are kept on the way."""
+    """The layer's output for qkv, z, a and b; intermediate states are not kept."""
     qkv, z, a, b = parts
     slots, starts = rows.slots.long(), rows.starts.long()
     mixed = torch.cat([qkv, a, b], dim=-1).to(states.inputs.dtype)

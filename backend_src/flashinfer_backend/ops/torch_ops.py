@@ -82,7 +82,7 @@ def linear_add(x: Tensor, weight: Weight, residual: Tensor | None, chosen: Chose
 
 
 def overwrites_residual(weight: Weight, tokens: int) -> bool:
-    """Whether linear_add of so many tokens overwrites its residual."""
+    """Whether linear_add of `tokens` tokens overwrites its residual."""
     return False
 
 

@@ -78,7 +78,7 @@ class Stored(NamedTuple):
 
 class LowRank(NamedTuple):
     """What adapters add to a product x[T, K] -> [T, N], each in one of S places: up @ (down @ x), of ranks up
-    to R (https://arxiv.org/abs/2106.09685). A product's rows are those of P modules, one behind the other.
+    to R (https://arxiv.org/abs/2106.09685). A product's rows are those of P modules in their order.
     Each module has its matrix `down`; ends: their last rows + 1. Lower ranks are padded with zeros."""
 
     down: Tensor  # [S, P, R, K]
@@ -94,7 +94,7 @@ class Chosen(NamedTuple):
     distinct: Tensor
 
     def of(self, rows: Tensor | slice) -> Chosen:
-        """Of some of the tokens."""
+        """The adapters of some of the tokens."""
         return Chosen(self.places[rows], self.distinct)
 
 
@@ -138,7 +138,7 @@ class Weight(nn.Module):
     def empty(
         cls, role: Role, shape: tuple[int, int], format: str, dtype: torch.dtype, device: torch.device
     ) -> Weight:
-        """Of a format named in FORMATS, not yet filled. dtype: of dense weights."""
+        """An empty weight of a format in FORMATS. dtype: the type of dense weights."""
         kind = FORMATS[format]
         if isinstance(kind, Int4):
             return kind.empty(role, shape, dtype, device)
@@ -442,7 +442,7 @@ class Mxfp4:
     name = "mxfp4"
 
     def scales(self, shape: tuple[int, int]) -> tuple[int, ...]:
-        """Of uint8."""
+        """The shape of the scales, uint8."""
         return shape[0], shape[1] // mxfp4.GROUP
 
     def empty(self, role: Role, shape: tuple[int, int], device: torch.device) -> Weight:

@@ -64,7 +64,7 @@ def _to_host(source: Tensor) -> Tensor:
 
 @dataclass
 class Report:
-    """Of one step; read it when the step's tokens are on the host."""
+    """What one step reports; read it when the step's tokens are on the host."""
 
     rows: ReportedRows
     logits: Tensor | None  # float32 [len(logits_rows), V]

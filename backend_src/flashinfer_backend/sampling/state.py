@@ -18,7 +18,8 @@ from flashinfer_backend.structured.masks import SequenceGrammars
 
 @dataclass(eq=False)
 class SequenceState:
-    """Of one sequence, over preemption, until the plan says that it is gone."""
+    """The state of one sequence. It outlives preemption, and ends when a plan says that the sequence is
+    gone."""
 
     handle: int
     params: SamplingParams

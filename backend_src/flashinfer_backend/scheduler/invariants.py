@@ -86,7 +86,7 @@ class InvariantChecker:
         ends_of_tokens = np.cumsum(plan.lengths * given)
         for row, slot in enumerate(slots.tolist()):
             request = table.requests[slot]
-            _require(request is not None, f"a plan has a row for slot {slot}, which nobody has")
+            _require(request is not None, f"a plan has a row for slot {slot}, which no sequence has")
             assert request is not None
             start, end = int(plan.starts[row]), int(ends[row])
             self._check_row(request, start, end)
@@ -262,7 +262,7 @@ class InvariantChecker:
             _require(block_of.get(key) == block, f"block {block} has a key that finds {block_of.get(key)}")
             _require(not free[block], f"block {block} is free, and can still be found by its key")
         for block in pool._lru:
-            _require(block in key_of, f"block {block} is cached without a key: nobody can find it")
+            _require(block in key_of, f"block {block} is cached without a key, so it cannot be found")
         for request in self._scheduler.running.values():
             named, keys, held = request.registered_blocks, request.block_keys, request.held[group]
             for index, block in enumerate(held.blocks):

@@ -84,7 +84,7 @@ class Scheduler:
         history: bool = False,
         draft_costs: Costs | None = None,
     ) -> None:
-        """numbers: what was measured on the device; by default, those for devices that nobody has.
+        """numbers: tuned values for this device; by default the generic ones.
         logits_tokens: of a prompt whose logits are wanted, how many a step computes if it may be cut; None:
         as many as of any other. drafts: how many tokens a decode row checks at most besides its own. history:
         whether the device has to know all tokens of a sequence. draft_costs: of steps with drafts, as they
@@ -122,7 +122,7 @@ class Scheduler:
         self._saving: list[int] = []  # snapshots of prompts that the last plan writes
         size = config.tokens_per_block
         self._snapshot_tokens = -(-SNAPSHOT_TOKENS // size) * size
-        # Columns of plans of decodes alone; nobody writes to them.
+        # Columns of plans of decodes alone; they are never written to.
         self._ones = np.ones(config.max_num_seqs, np.int32)
         self._last = np.full(config.max_num_seqs, Feeds.LAST, np.int8)
         self._next = np.full(config.max_num_seqs, Wants.NEXT, np.int8)
@@ -164,7 +164,7 @@ class Scheduler:
         for request in self._last_prompts:
             if request.slot >= 0:
                 self._leave_behind(request)
-        # What the prefix cache has only matters beside streams, and when something can be admitted.
+        # What the prefix cache has only matters next to streams, and when something can be admitted.
         looks = len(self.decoding) > 0 and self.table.free > 0
         waiting_tokens = self._waiting_tokens() if looks else self.queue.known_tokens
         limit = self._budget.tokens(
@@ -373,7 +373,7 @@ class Scheduler:
 
     def _waiting_tokens(self) -> int:
         """Tokens of waiting requests to be computed before a next one of each, without those that the prefix
-        cache has. Where many wait, what those far behind the head have there counts, too."""
+        cache has. Where many wait, the cached tokens of those far behind the head are counted as waiting."""
         most_tokens, most_requests = MOST_LOOKED_UP
         waiting, tokens = self.queue.known_tokens, 0
         for request in itertools.islice(self.queue, most_requests):
@@ -410,7 +410,7 @@ class Scheduler:
         first = keys[found]  # a key stands for all tokens before it, so equal ones have one place
         for other in self.prefilling:
             theirs = other.block_keys
-            if found >= len(theirs) or theirs[found] != first:  # as good as always
+            if found >= len(theirs) or theirs[found] != first:  # nearly always
                 continue
             count = found + 1
             while count < min(len(keys), len(theirs)) and theirs[count] == keys[count]:
@@ -568,7 +568,7 @@ class Scheduler:
         return culprits
 
     def _computed_prompt(self, chunk: Chunk) -> list[tuple[int, int]]:
-        """Book a planned chunk. Blocks are registered at once: whoever matches them runs later in
+        """Book a planned chunk. Blocks are registered at once: a sequence that matches them runs later in
         the stream, or in this step after its keys and values are stored. Returns the snapshots to take within
         the chunk: (tokens of it before each, snapshot)."""
         request, computed = chunk.request, chunk.start + chunk.length

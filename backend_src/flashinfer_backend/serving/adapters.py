@@ -51,7 +51,7 @@ class NameTakenError(AdapterError):
 
 
 class AdapterNames:
-    """Of an engine's config: lora_modules, and what was loaded since."""
+    """The names of an engine's adapters: those in lora_modules, and those loaded since."""
 
     def __init__(self, config: EngineConfig, run_dir: Path) -> None:
         """Raises ValueError for a folder in lora_modules that holds no adapter for the model."""
@@ -77,7 +77,7 @@ class AdapterNames:
         return self._fixed | self._loaded()
 
     def folder(self, name: str) -> str | None:
-        """Of an adapter; None where there is none of this name."""
+        """An adapter's folder; None where no adapter has this name."""
         return self._fixed.get(name) or self._loaded().get(name)
 
     def load(

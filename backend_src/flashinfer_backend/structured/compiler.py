@@ -242,7 +242,7 @@ def token_bytes(backend: Any) -> Callable[[str], bytes]:
 
 
 def _byte_level() -> dict[str, bytes]:
-    """Of each character of a byte-level vocabulary its byte (GPT-2's table)."""
+    """The byte of each character of a byte-level vocabulary (GPT-2's table)."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     shown = {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}

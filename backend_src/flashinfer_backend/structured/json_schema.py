@@ -449,7 +449,9 @@ def _evaluated(node: Schema, keyword: str, path: str) -> Schema:
             break
     beside = [k for k in ("allOf", "anyOf", "oneOf", "$ref") if k in node and not (k == "allOf" and named)]
     if beside:
-        raise _refused(path, f"{keyword!r} beside {beside[0]!r} is not supported", "write them as one schema")
+        raise _refused(
+            path, f"{keyword!r} next to {beside[0]!r} is not supported", "write them as one schema"
+        )
     changed = {k: v for k, v in node.items() if k != keyword}
     if named:
         changed["properties"] = named | _object_of(node, "properties")
@@ -628,7 +630,7 @@ def _check_names(checked: Schema, path: str) -> None:
     if checked.get("additionalProperties", True) is False:
         beside.append("additionalProperties")
     if beside:
-        raise _refused(path, f"'propertyNames' beside {beside[0]!r} is not supported")
+        raise _refused(path, f"'propertyNames' next to {beside[0]!r} is not supported")
     names = (
         {k: v for k, v in names.items() if (k, v) != ("type", "string")} if isinstance(names, dict) else {}
     )

@@ -82,7 +82,7 @@ def remove_regions(names: Iterable[str]) -> None:
 
 
 def close_regions(names: Iterable[str]) -> None:
-    """Takes other users' access to shared memory of this user away. tritonserver lets everybody read it,
+    """Takes other users' access to shared memory of this user away. tritonserver lets every user read it,
     whatever the umask."""
     for name in names:
         with _own_region(name) as found:
@@ -95,7 +95,7 @@ _skipped: set[str] = set()  # names of which the log has said so
 
 @contextlib.contextmanager
 def _own_region(name: str) -> Iterator[int | None]:
-    """Opens a region; None where there is none. Everybody can make entries there, links to files of others
+    """Opens a region; None where there is none. Every user can make entries there, links to files of others
     too, so what is not a regular file of this user with this name alone is left as it is. No other user can
     replace one that is: the folder is sticky."""
     try:

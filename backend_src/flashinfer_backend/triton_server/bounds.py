@@ -88,6 +88,6 @@ def check_json_logits(
             raise ValueError(
                 f"the logits that are asked for could be {size / (1 << 20):.1f} MiB; as JSON, over HTTP, they"
                 f" should be at most {most_mib} MiB, those of {(most_mib << 20) // (4 * vocab_size)} tokens,"
-                " since tritonserver answers nobody else while it writes them. Ask over gRPC, or for fewer,"
-                " or raise max_json_logits_mib when building the model repository"
+                " since tritonserver answers no other client while it writes them. Ask over gRPC, or for"
+                " fewer, or raise max_json_logits_mib when building the model repository"
             )

@@ -38,11 +38,11 @@ NO_PARAMETERS = RequestParameters()
 
 
 def read_request_parameters(parameters: str, timeout_us: int) -> RequestParameters:
-    """Of a request's parameters (JSON) and its own timeout (uint64 microseconds, 0 for none). Raises
+    """Read a request's parameters (JSON) and its own timeout (uint64 microseconds, 0 for none). Raises
     ValueError for a bad value, naming it, and for a request type that is not served."""
     if timeout_us > MOST_TIMEOUT_US:  # a negative number, as the server reads it
         raise ValueError(_bad_timeout(timeout_us - 2**64))
-    if not any(name in parameters for name in NAMES):  # as good as always: nothing to decode
+    if not any(name in parameters for name in NAMES):  # nearly always: nothing to decode
         return RequestParameters(timeout_us=timeout_us)
     bound = FIELDS["parameters"]
     check("the request's parameters", len(parameters), bound.size, "characters of JSON")

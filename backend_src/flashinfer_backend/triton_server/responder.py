@@ -30,7 +30,7 @@ MOST_WAIT_NS = 1_000_000_000  # postprocessing may have noted the older of two c
 LOOK_AGAIN_S = 0.01
 UNREAD = (
     "postprocessing got no chunk of this stream, so it was ended: its client has left, or has not requested"
-    " text_output; request text_output beside the other outputs, or set stream to false"
+    " text_output; request text_output next to the other outputs, or set stream to false"
 )
 # From here on a final response is sent without its flag, which costs a round trip more: nothing next to what
 # it takes to copy it.
@@ -125,7 +125,7 @@ class Responder:
                 due.append(sequence)
             except queue.Empty:
                 pass
-            if ahead and (now := time.monotonic()) >= look_again:  # those that kept up go first
+            if ahead and (now := time.monotonic()) >= look_again:  # streams that kept up come first
                 due, ahead, look_again = due + ahead, [], now + LOOK_AGAIN_S
             for sequence in due:
                 if self._is_ahead(sequence):

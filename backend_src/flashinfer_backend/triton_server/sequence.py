@@ -53,7 +53,7 @@ class OpenRequest:
 
     def finish_large(self, response: Any, flags: Any) -> None:
         """The same for a response that may not fit into shared memory. A final flag closes the sender, also
-        if sending fails, and then nobody could tell the client: so the flag follows by itself."""
+        if sending fails, and then the client could not be told: so the flag is sent separately."""
         with self._lock:
             if not self._finished:
                 self.sender.send(response)

@@ -3,8 +3,8 @@
 
 tritonserver (2.51, and 26.07 still) gives up what waits for a process that shows no sign of life within a
 second: these requests fail, and their memory serves the next ones. A process that only stood still (SIGSTOP,
-a debugger, swapping) finds them in its queue when it goes on, and its answers to them are sent to whoever has
-that memory now. Nothing tells it that they were given up. So it ends itself, before it answers: to
+a debugger, swapping) finds them in its queue when it goes on, and its answers to them are sent to the clients
+that have that memory now. Nothing tells it that they were given up. So it ends itself, before it answers: to
 tritonserver it is dead already.
 
 Where a machine or container stands still, tritonserver does too, and little is given up. The processes of a

@@ -4,7 +4,7 @@
 Products of 16 bits, in FP8 and of 4 bits, mixtures of experts, or with --decode-attention that alone.
 DIR needs a config.json only: weights are random, in the format that it names. FILE is read first if it is
 there, so that the numbers of several shapes gather in it; else the numbers of this device that come with the
-package, or those for devices that nobody has measured, are where it begins.
+package are where it begins, or else the generic ones.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--tensor-parallel-size", type=whole(1), choices=(1, 2, 4, 8), default=1,
-        help="the part of the model that each of so many GPUs has; one GPU is enough to measure it",
+        help="measure the share of the model that each of these GPUs has; one GPU suffices",
     )  # fmt: skip
     parser.add_argument(
         "--tokens", type=sizes, metavar="LIST",
@@ -109,7 +109,7 @@ def share(options: argparse.Namespace) -> ModelSpec:
 
 
 def sizes_of(options: argparse.Namespace, spec: ModelSpec) -> kernels.Sizes:
-    """Of steps, by table. Raises ValueError where --tokens are no choice."""
+    """The sizes of steps to measure, by table. Raises ValueError where --tokens has other values."""
     sizes = kernels.QUICK if options.quick else kernels.FULL
     if not options.tokens:
         return sizes

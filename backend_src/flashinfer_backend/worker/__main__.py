@@ -42,7 +42,7 @@ def main() -> int:
     data = link.receive()
     if data is None:
         return 0
-    note_in(Path(options.rendezvous).parent)  # an engine comes further with each of its ranks
+    note_in(Path(options.rendezvous).parent)  # each rank's progress is its engine's
     config = msgspec.json.decode(data, type=EngineConfig)
     shard = Shard(options.rank, config.tensor_parallel_size, config.expert_parallel_size)
     try:

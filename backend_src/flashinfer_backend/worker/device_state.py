@@ -334,8 +334,8 @@ class DeviceState:
 
 
 def scores_of(model: Transformer, layers: Sequence[int]) -> list[Scores]:
-    """Of these of the model's layers with attention; of a proposer's, which are behind them, the usual
-    ones."""
+    """How attention scores in each of these layers. A proposer's layers, numbered after the model's, have the
+    usual scores."""
     found = []
     for index in layers:
         usual = model.spec.attention.head_dim**-0.5

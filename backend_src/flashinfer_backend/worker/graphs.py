@@ -3,7 +3,7 @@
 
 Steps of decode rows alone are whole graphs (DecodeGraphs), one per number of rows: a graph holds everything
 from the last tokens to the next ones, so that a step costs the host one upload and one launch. Steps in which
-rows share so much of their caches that reading it once pays have graphs of their own, of fewer sizes.
+rows share enough of their caches for one common read to pay have graphs of their own, of fewer sizes.
 
 Mixed steps of few tokens have one or two graphs per number of tokens (MixedGraphs). A step with prompts has
 attention of a new shape each time, but its other operations depend only on the number of tokens. Launched one
@@ -86,7 +86,7 @@ def default_sizes(max_num_seqs: int) -> list[int]:
 
 def sharing_sizes(sizes: list[int]) -> list[int]:
     """Those of `sizes` that have a graph for rows that share prefixes: such steps are long, and what padding
-    costs is little beside what they save. Few rows save little."""
+    costs is little compared to what they save. Few rows save little."""
     return [
         size
         for size in sizes
@@ -220,7 +220,7 @@ class DecodeGraphs:
 
     def step_seconds(self) -> dict[tuple[int, int], float]:
         """What steps cost, with drafts and without: (rows, drafts of each) -> seconds of a step that has as
-        many drafts proposed. Writes to what the device keeps of all slots; nobody may have one yet."""
+        many drafts proposed. Writes to what the device keeps of all slots; no sequence may have one yet."""
         timed = (
             [(size, feeds) for size, feeds in self._captured if size <= SIZES[-1]] if self._drafted else []
         )
@@ -260,7 +260,7 @@ class DecodeGraphs:
         return next((shape for shape in self._drafted if shape[0] >= rows and shape[1] >= fed), None)
 
     def _words(self, size: int, feeds: int) -> int:
-        """Of an upload, besides attention's."""
+        """Words of an upload without attention's."""
         return self._columns * size if feeds == 1 else 4 * size * feeds + 2 * size
 
     def _upload(
@@ -412,7 +412,7 @@ class DecodeGraphs:
         state = self._state
         sampled, input_ids, owners, positions, cache_locations, *tapped = outputs
         if step.feeds == 1:
-            slots, counts, ends = owners, step.first, step.first  # nobody reads counts
+            slots, counts, ends = owners, step.first, step.first  # counts is not read
         else:
             slots, fed = step.inputs[-2 * size :].split(size)
             counts, ends = state.ops.accept(

@@ -94,7 +94,7 @@ def allocate(
 
 
 def _cache_format(config: EngineConfig, model: Transformer, layers: tuple[int, ...]) -> KVCacheFormat:
-    """Of one cache group."""
+    """The format of one cache group."""
     heads = model.spec.attention
     in_fp8 = config.kv_cache_dtype == "fp8_e4m3"
     scales = model.kv_scales  # those behind the model's are a proposer's
@@ -180,7 +180,7 @@ def _no_room(free: int, copies: int, shared: bool) -> str:
 
 
 def _copies_bytes(config: EngineConfig, model: Transformer) -> int:
-    """Of what attention of prompts copies; plain torch and variants copy nothing."""
+    """Bytes that attention of prompts copies to; plain torch and variants copy nothing."""
     if config.attention_backend == "torch" or all(mixer.variant for mixer in model.spec.attentions):
         return 0  # FA2 reads the cache itself
     cache_format = _cache_format(config, model, (0,))

@@ -3,7 +3,7 @@
 
 FlashInfer compiles a module when it is first called, one after another, and lets ninja look at it again in
 every process. Here one run of ninja compiles all that are missing, in FlashInfer's own build folder, and the
-libraries are copied to a folder beside it, which becomes FlashInfer's ahead-of-time folder in this process:
+libraries are copied to a folder next to it, which becomes FlashInfer's ahead-of-time folder in this process:
 what lies there is only loaded. The folder's path has FlashInfer's version, the GPU architectures and all else
 that the libraries depend on; the name of a module of ours changes with its source.
 
@@ -56,7 +56,7 @@ FILE_SECONDS: dict[Kind, float] = {
 }
 ACTIVATIONS: tuple[Kind, ...] = ("silu", "gelu_tanh")  # with modules of their own
 FILE_MEMORY = 2 << 30  # bytes that compiling one file may take
-# In FlashInfer's build folder. Its own common builds take the lock, too: they write the same log of ninja's,
+# In FlashInfer's build folder. Its own common builds also take the lock: they write the same log of ninja's,
 # which gets a line for each finished step.
 LOCK, NINJA_LOG = "tmp/flashinfer_jit.lock", ".ninja_log"
 ERROR_LINES = 15
@@ -119,7 +119,7 @@ def _file_seconds(kind: Kind) -> float:
 
 def _attention_kinds(model: ModelSpec, config: EngineConfig, capability: tuple[int, int]) -> set[Kind]:
     """Modules of prompts' attention: with and without windows and soft caps, as layers want them. A variant
-    is FA2's, and layers without one in its cache group are then, too."""
+    is FA2's, and so are layers without one in its cache group."""
     windows = model.windows(config.max_seq_len or model.longest_seq_len)
     mixers = model.attentions
     varied = any(mixer.variant for mixer in mixers)
@@ -170,7 +170,7 @@ def prepare(
 
 
 def libraries_folder(workspace: Path) -> Path:
-    """Where the libraries lie for what they depend on beside FlashInfer's version and the architectures,
+    """Where the libraries lie for what they depend on besides FlashInfer's version and the architectures,
     which FlashInfer's `workspace` folder is named after."""
     import tvm_ffi
 
@@ -212,7 +212,8 @@ def export(output: Path) -> Path:
 
 
 def _lowest_capability() -> tuple[int, int]:
-    """Of the architectures to compile for: GPUs of several kinds get what each of them has."""
+    """The lowest architecture to compile for: with several kinds of GPUs, only what all of them have is
+    used."""
     from flashinfer.compilation_context import CompilationContext
 
     found = [(major, int(minor.rstrip("af"))) for major, minor in CompilationContext().TARGET_CUDA_ARCHS]
@@ -311,7 +312,7 @@ def _locked(folder: Path) -> Iterator[None]:
             return f"another process compiles the kernels: waiting, {time.monotonic() - began:.0f} s by now"
 
         log.info("%s", how_far())
-        # A file that the other one has compiled is progress of this start, too. While it hangs there is none.
+        # A file that the other process compiled is also progress of this start. There is none while it hangs.
         with telling(how_far, lambda: _written(folder / NINJA_LOG)):
             lock.acquire()
     try:
@@ -429,11 +430,11 @@ class Estimate:
             workers[first] += each
             ends.append(workers[first])
         self.files = len(ends)
-        self._ends = sorted(ends)  # when so many files were expected to be finished
+        self._ends = sorted(ends)  # when each number of files was expected to be finished
         self._finished, self._scale = 0, 1.0
 
     def finish(self, files: int, elapsed: float) -> None:
-        """So many files are finished after so many seconds."""
+        """`files` files are finished `elapsed` seconds after the start."""
         if files > self._finished:
             self._finished = min(files, self.files)
             self._scale = elapsed / self._ends[self._finished - 1]

@@ -298,7 +298,7 @@ def _call_head(
 
 
 def _around(product: Product, model: ModelSpec, tokens: int, empty: Callable[..., Tensor]) -> dict[str, Any]:
-    """What is computed with a product of so many tokens, as Triton's kernels are told."""
+    """What is computed with a product of `tokens` tokens, as Triton's kernels are told."""
     rows, _ = product.shape
     adds = product.adds and model.shard.rank == 0 and product.name != "shared_down"
     return {
@@ -466,7 +466,7 @@ def _call_dense_product(
         norm = empty(product.shape[1]) if tiling.fuse_norm and not _bare(product, model) else None
         x = empty(tokens, product.shape[1])
         if own is not None:
-            # Where too much is to shrink for it to be beside the product.
+            # Where there is too much to shrink for it to be done next to the product.
             shrink(x, *own, norm, triton_linear.SPLITS)
         triton_linear.linear(
             x,

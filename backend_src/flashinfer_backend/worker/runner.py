@@ -298,7 +298,7 @@ class Runner:
         return self.read(launched)
 
     def rehearse(self, plan: StepPlan) -> None:
-        """Run a step of start-up, which every rank plans by itself, as if its sequences had come to its
+        """Run a step of start-up, which every rank plans separately, as if its sequences had come to its
         starts."""
         state = self.state
         slots, starts = state.staging.upload([plan.slots, plan.starts]).view(2, -1)

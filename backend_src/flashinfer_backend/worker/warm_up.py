@@ -129,8 +129,9 @@ def _rows(
 
 
 def warm_up_sampling(config: EngineConfig, runner: Runner) -> None:
-    """Steps of decodes with each sampling feature, by itself and all in one, at several numbers of rows. What
-    compiles or loads at first use depends on which operations run and, for some, on sizes of 1, few and many.
+    """Steps of decodes with each sampling feature alone and with all of them, at several numbers of rows.
+    What compiles or loads at first use depends on which operations run and, for some, on sizes of 1, few and
+    many.
 
     The rows use real slots, whose block tables are all block 0 then; every step ends them again.
     """
@@ -155,8 +156,8 @@ def warm_up_sampling(config: EngineConfig, runner: Runner) -> None:
             done += 1
     if runner.state.model.collectives.shard.rank == 0:  # which alone samples
         runner.sampler.warm_up_masks(runner.device)
-    everybody = list(range(1, config.max_num_seqs + 1))
-    runner.rehearse(_decodes(1, SamplingParams(max_tokens=1), -1, freed=everybody))
+    every_handle = list(range(1, config.max_num_seqs + 1))
+    runner.rehearse(_decodes(1, SamplingParams(max_tokens=1), -1, freed=every_handle))
     log.info("sampling is warm after %.1f s", time.monotonic() - began)
 
 

@@ -75,8 +75,8 @@ class Tiling(_Data, frozen=True, omit_defaults=True):
     quantise: bool = False
 
     def fits(self, shape: Shape, gated: bool, tokens: int) -> bool:
-        """Whether weight[N, K] divides into these blocks, and the parts of a split product of so many tokens,
-        with the squares that a norm adds up, have room. gated: the weight's rows are two halves."""
+        """Whether weight[N, K] divides into these blocks, and the parts of a split product of `tokens`
+        tokens, with the squares that a norm adds up, have room. gated: the weight's rows are two halves."""
         rows = shape[0] // 2 if gated else shape[0]
         if rows % self.rows or shape[1] % (self.inner * self.split):
             return False
@@ -89,7 +89,7 @@ class BlockTile(_Data, frozen=True, omit_defaults=True):
     """How ops.triton_fp8.block_product cuts up a product with a weight of 128x128 blocks.
 
     tile, rows: tokens and weight rows of a program; rows is 64 or 128.
-    split: programs that share the inner dimension of a tile, if it divides into so many groups of 128.
+    split: programs that share the inner dimension of a tile, if it divides into this number of groups of 128.
     stages, warps: as in Tiling.
     """
 
@@ -105,7 +105,7 @@ class Int4Tile(_Data, frozen=True):
 
     tokens: rows of x in a tile, 8 to 64. warp_rows: weight rows of a warp, 32 or 64; row_warps: warps with
     other rows that share the copies of x. teams: groups of such warps in a block of threads, which share
-    the inner dimension; split: blocks of a cluster, 1 to 8, which share it, too. stages: depth of the load
+    the inner dimension; split: blocks of a cluster, 1 to 8, which also share it. stages: depth of the load
     pipeline, 2 to 5. ops.int4_linear.TILES lists which tokens, warp_rows and row_warps there are together.
     """
 
@@ -342,13 +342,13 @@ def slug(device: str) -> str:
 
 
 def load(device: str) -> Tuned | None:
-    """The numbers of a device by its name as CUDA gives it, or None if nobody has measured it."""
+    """The tuned values of a device by its name as CUDA gives it; None if it was not measured."""
     path = FOLDER / f"{slug(device)}.json"
     return read(path) if slug(device) != FALLBACK and path.is_file() else None
 
 
 def fallback() -> Tuned:
-    """The numbers for devices that nobody has measured."""
+    """The generic values, for devices that were not measured."""
     return read(FOLDER / f"{FALLBACK}.json")
 
 
@@ -356,7 +356,7 @@ def read(path: Path) -> Tuned:
     """Raises OSError, or ValueError naming the file and what is wrong in it."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Tuned)
-    except ValueError as error:  # msgspec's, too
+    except ValueError as error:  # also msgspec's
         raise ValueError(f"{path}: {error}") from None
 
 

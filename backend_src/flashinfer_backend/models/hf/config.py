@@ -259,9 +259,9 @@ class Config:
         rope: dict[str, Any] | None = None,
         gated: bool = False,
     ) -> FullAttention:
-        """Of a layer without a window. kv_heads (default: as many as heads), head_dim (default: hidden_size
-        over heads), theta and partial, the part of a head that is rotated, are what transformers takes where
-        the keys are missing.
+        """Attention of a layer without a window. kv_heads (default: as many as heads), head_dim (default:
+        hidden_size over heads), theta and partial, the part of a head that is rotated, are what transformers
+        takes where the keys are missing.
 
         fused: the module that has queries, keys and values in one matrix. neighbours: a head's pairs that are
         rotated are neighbours, not of its halves. rope: its keys (default: those of config.json). gated:
@@ -308,8 +308,8 @@ class Config:
         )  # fmt: skip
 
     def delta_net(self, fused: bool) -> DeltaNet:
-        """Of a layer of linear attention. fused: queries, keys, values and gate are one matrix, as are betas
-        and decays, of one key head behind the other."""
+        """Linear attention. fused: one matrix has queries, keys, values and gate, another betas and decays;
+        in both, all rows of a key head follow each other."""
         hidden, kernel = self.hidden_size, self.count_or("linear_conv_kernel_dim", 4)
         keys, values = (
             self.count_or(f"linear_num_{name}_heads", n) for name, n in (("key", 16), ("value", 32))
@@ -461,7 +461,7 @@ class Config:
         return [window if name == "sliding_attention" else None for name in types]
 
     def rotated_layers(self) -> list[int]:
-        """Of each layer, 1 if it has a rotary embedding, else 0; by default every fourth has none."""
+        """For each layer 1 if it has a rotary embedding, else 0; by default every fourth has none."""
         interval, count = self.count_or("no_rope_layer_interval", 4), self.num_layers
         rotated = self.raw.get("no_rope_layers")
         if rotated is None:

@@ -152,7 +152,7 @@ class Eagle3Spec(ModelSpec):
 
 
 def eagle3(raw: dict[str, Any], hf_quant: dict[str, Any]) -> Eagle3Spec:
-    """Of config.json (`raw`) and hf_quant_config.json. Raises as a family's function does."""
+    """The spec from config.json (`raw`) and hf_quant_config.json. Raises what a family's function raises."""
     check_kinds(raw, KINDS)
     flat, norm_before_residual = _flat(raw)
     _refuse_unknown(flat)

@@ -71,7 +71,8 @@ def mpt(config: Config) -> ModelSpec:
 
 
 def slopes(heads: int, steepest: int = 8) -> tuple[float, ...]:
-    """Of each head, as MPT's own code has them: those of the next power of two, every second one first."""
+    """ALiBi's slope of each head as in MPT's own code: the slopes of the next power of two, every second
+    first."""
     count = 2 ** math.ceil(math.log2(heads))
     every = [2 ** (-steepest * (index + 1) / count) for index in range(count)]
     return tuple(every if count == heads else [*every[1::2], *every[::2]][:heads])

@@ -47,7 +47,7 @@ def text_of(schema: Any, root: Mapping[str, Any]) -> Text | None:
 
 
 def _of_one(schema: Any) -> Text | None:
-    """Of a type or a list of values; for null alone, no texts."""
+    """The texts that a type or a list of values allows; for null alone, no texts."""
     if not isinstance(schema, Mapping):
         return None
     known = schema.get("type", ["string", "null"] if any(k in schema for k in _LISTS) else None)
