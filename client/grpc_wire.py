@@ -65,8 +65,8 @@ def request_message(model: str, body: dict[str, Any], types: dict[str, str]) -> 
 
 def read_response(data: bytes) -> tuple[dict[str, Any] | None, bool]:
     """(the fields of a ModelStreamInferResponse as an event of generate_stream has them, whether it is the
-    final response); no event for a response without outputs. Outputs other than text_output, finish_reason
-    and num_output_tokens are left out. Raises ValueError for what is no such response."""
+    final response); no event for a response without outputs. Outputs that the client has no use for are left
+    out. Raises ValueError for what is no such response."""
     import numpy as np
     from google.protobuf.message import DecodeError
     from tritonclient.grpc import service_pb2
@@ -85,7 +85,7 @@ def read_response(data: bytes) -> tuple[dict[str, Any] | None, bool]:
     for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):
         if output.name in ("text_output", "finish_reason"):
             event[output.name] = "\n".join(_strings(raw))
-        elif output.name == "num_output_tokens":
+        elif output.name in ("num_output_tokens", "total_accepted_draft_tokens"):
             event[output.name] = int(np.frombuffer(raw, np.int32).item())
     return event, final
 

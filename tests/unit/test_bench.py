@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import small_tokenizers
 
-from client import bench, find_rate, grpc_wire, measured, ready, report, report_plots, results
+from client import bench, find_rate, grpc_wire, measured, ready, report, report_plots, results, wire
 from client.bench_options import make_parser
 from client.datasets import Part, Prompt, Ramp, arrival_times, load_prompts
 from client.load import Load, run_load
@@ -304,6 +304,32 @@ def test_a_model_that_the_server_does_not_have_is_named():
         said = f"{base}/v2/models/x: HTTP 404 Request for unknown model: 'x' is not found"
         assert ready.missing(Load("triton", base, model="x")) == said
         http.shutdown()
+
+
+def test_grpc_answers_tell_what_those_over_http_do():
+    import numpy as np
+    from tritonclient.grpc import service_pb2
+
+    def message(final: bool, **outputs: str | int) -> bytes:
+        answer = service_pb2.ModelStreamInferResponse()
+        answer.infer_response.parameters["triton_final_response"].bool_param = final
+        for name, value in outputs.items():
+            text = value.encode() if isinstance(value, str) else b""
+            words = len(text).to_bytes(4, "little") + text
+            answer.infer_response.outputs.add(name=name)
+            own = words if isinstance(value, str) else np.int32(value).tobytes()
+            answer.infer_response.raw_output_contents.append(own)
+        return answer.SerializeToString()
+
+    drafts = {"total_draft_tokens": 9, "total_accepted_draft_tokens": 4}
+    reads = [
+        (1.0, message(False, text_output="a", num_output_tokens=2)),
+        (2.0, message(False, text_output="é", num_output_tokens=5, finish_reason="length", **drafts)),
+        (3.0, message(True)),
+    ]
+    summary = wire.read_stream("triton-grpc", reads, 7, exact=True)
+    assert (summary.text, summary.error, summary.accepted_drafts) == ("aé", None, 4)
+    assert summary.reported_tokens == 7
 
 
 def test_grpc_requests_hold_what_the_model_takes():
