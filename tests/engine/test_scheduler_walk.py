@@ -218,11 +218,11 @@ TestEvents.settings = settings(
 
 @pytest.mark.parametrize("kind", some(KINDS, ["qwen3.5", "gemma3"]))
 def test_answers_in_walks_of_real_models_are_those_of_requests_alone(kind: str) -> None:
-    """With states and with windows; drafts, preempted sequences and prefixes among them."""
+    """With states and with windows; adapters, drafts, preempted sequences and prefixes among them."""
     counts = walk_model(kind, 0, seed=611, length=50, episodes=4)
     assert counts["whole answers"] > 40 and counts["preemptions"] and counts["accepted drafts"] > 5
     assert counts["prompt tokens from the cache"] > 1000 and counts["failed steps"]
-    assert counts["rows that share a prefix"] > 20
+    assert counts["rows that share a prefix"] > 20 and counts["steps with adapters"] > 40
     assert bool(counts["restored states"]) == kind.startswith(("qwen3.5", "qwen3-next"))
 
 

@@ -28,11 +28,21 @@ import numpy as np
 
 sys.path[:0] = [str(Path(__file__).parents[n]) for n in (1, 2)]
 
-from scheduler_walk import SNAPSHOT_TOKENS, AdapterState, Asked, Settings, World, expected, walk  # noqa: E402
+from scheduler_walk import (  # noqa: E402
+    ADAPTERS,
+    SNAPSHOT_TOKENS,
+    AdapterState,
+    Asked,
+    Settings,
+    World,
+    expected,
+    walk,
+)
 
 from checkpoints import make_checkpoint  # noqa: E402
 from client.arguments import integer  # noqa: E402
 from engine.harness import start_core  # noqa: E402
+from engine.test_adapters import make_adapter  # noqa: E402
 from engine.test_drafts import Replay  # noqa: E402
 from engine.test_graph_steps import replayed  # noqa: E402
 from engine.test_mtp import Reference  # noqa: E402
@@ -41,6 +51,7 @@ from flashinfer_backend.core.config import EngineConfig, resolve_limits  # noqa:
 from flashinfer_backend.core.sampling_params import SamplingParams  # noqa: E402
 from flashinfer_backend.engine.loop import EngineLoop  # noqa: E402
 from flashinfer_backend.engine.start import Core  # noqa: E402
+from flashinfer_backend.models.adapters import State, adapter_state  # noqa: E402
 from flashinfer_backend.scheduler import scheduler  # noqa: E402
 from flashinfer_backend.scheduler.budget import StepBudget  # noqa: E402
 from flashinfer_backend.transport import protocol  # noqa: E402
@@ -56,7 +67,12 @@ class Alone:
 
     def __init__(self, folder: Path) -> None:
         core = start_core(
-            folder, max_num_seqs=1, max_seq_len=2 * LONGEST, enable_kv_cache_reuse=False, max_num_tokens=256
+            folder,
+            max_num_seqs=1,
+            max_seq_len=2 * LONGEST,
+            enable_kv_cache_reuse=False,
+            max_num_tokens=256,
+            max_loras=1,
         )
         self.socket = _Tokens()
         self._loop = EngineLoop(core, self.socket)
@@ -65,10 +81,16 @@ class Alone:
 
     def answer(self, prompt: list[int], params: SamplingParams, count: int) -> list[int]:
         """The first tokens, at least `count`, whatever ends the answer."""
-        key = *prompt, params.frequency_penalty
+        key = *prompt, params.frequency_penalty, params.adapter
         if len(self._known.get(key, [])) < count:
             penalty = params.frequency_penalty
-            own = SamplingParams(max_tokens=count, temperature=0.0, end_id=-1, frequency_penalty=penalty)
+            own = SamplingParams(
+                max_tokens=count,
+                temperature=0.0,
+                end_id=-1,
+                frequency_penalty=penalty,
+                adapter=params.adapter,
+            )
             data = np.array(prompt, "<i4").tobytes()
             self._last += 1
             handle = protocol.make_handle(STUB, self._last)
@@ -101,11 +123,19 @@ def _resolve_limits(config: EngineConfig, longest: int) -> EngineConfig:
 class ModelWorld(World):
     """A real runner in place of the model of a device."""
 
-    def __init__(self, folder: Path, alone: Alone, has_head: bool, settings: Settings, seed: int) -> None:
-        """has_head: the checkpoint brings a head that drafts."""
-        self.folder, self.alone, self.has_head = folder, alone, has_head
+    def __init__(
+        self,
+        folder: Path,
+        alone: Alone,
+        has_head: bool,
+        adapters: dict[str, Path],
+        settings: Settings,
+        seed: int,
+    ) -> None:
+        """has_head: the checkpoint brings a head that drafts. adapters: folders by the names of ADAPTERS."""
+        self.folder, self.alone, self.has_head, self.folders = folder, alone, has_head, adapters
         self.proposer: Replay | None = None
-        super().__init__(replace(settings, adapters=0, full=True), seed)
+        super().__init__(replace(settings, full=True), seed)
         self.counts["walks with drafts"] += self.scheduler.drafts > 0
 
     def _start(self) -> Core:
@@ -153,6 +183,7 @@ class ModelWorld(World):
             fail()
         self.counts["restored states"] += len(plan.restored)
         self.counts["states kept within a row"] += len(plan.cuts)
+        self.counts["steps with adapters"] += plan.adapted
         launched = self._launch(plan, fail if failing else started, *more)
         self._check_prefixes(plan)
         return launched
@@ -175,12 +206,19 @@ class ModelWorld(World):
 
     def _expected(self, prompt: list[int], params: SamplingParams, adapter: AdapterState | None) -> Asked:
         params.temperature = 0.0
+        params.adapter = str(self.folders[params.adapter]) if params.adapter else ""
         room = min(params.max_tokens, self.settings.longest - len(prompt))
         following = self.alone.answer(prompt, params, room)
         if self.proposer is not None:
             self.proposer.sequences.append(prompt + following)
         ends = self.loop.scheduler.table.end_ids.tolist()
         return expected(prompt, params, self.settings.longest, ends, adapter, following)
+
+    def _files(self, folder: Path) -> State:
+        return adapter_state(folder)
+
+    def replace_adapter(self, folder: str) -> None:
+        """They stay as they are."""
 
     def _check_cache(self) -> None:
         """The tokens show what was read."""
@@ -201,7 +239,10 @@ def walk_model(
         checkpoint = make_checkpoint(kind, Path(folder) / "model", **sizes)
         if has_head := kind == "qwen3.5":
             Reference(checkpoint)  # writes the head
-        make = functools.partial(ModelWorld, checkpoint, Alone(checkpoint), has_head)
+        form = {"r": 4, "lora_alpha": 64, "target_modules": ["q_proj", "v_proj", "o_proj"]}
+        made = [make_adapter(checkpoint, Path(folder) / name, form, n) for n, name in enumerate(ADAPTERS)]
+        adapters = dict(zip(ADAPTERS, made, strict=True))
+        make = functools.partial(ModelWorld, checkpoint, Alone(checkpoint), has_head, adapters)
         return walk(steps, seed, episodes, length, make)
 
 
