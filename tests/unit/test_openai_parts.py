@@ -673,6 +673,7 @@ def test_reasoning_may_come_first() -> None:
 
 @pytest.mark.parametrize(("tools", "message"), [
     ([{"type": "namespace", "tools": []}], "tools[0].name is null; it should be a text"),
+    ([{"type": "namespace", "name": "", "tools": []}], 'tools[0].name is ""; it should be a text that is'),
     ([{"type": "namespace", "name": "n"}], "tools[0].tools is null; it should be a list of functions and"),
     ([{"type": "x"}], 'tools[0].type is "x"; it should be function, custom or namespace'),
     ([{"type": "custom", "name": "c", "format": 5}], "tools[0].format is 5; it should be an object with"),

@@ -233,8 +233,8 @@ def offered_tools(tools: Sequence[Mapping[str, Any]]) -> list[Offered]:
         if (reason := left_out(tool)) is not None:
             _log_left_out(reason)
         elif kind == "namespace":
-            if not isinstance(tool.get("name"), str):
-                raise _wrong(f"{place}.name", tool.get("name"), "a text")
+            if not isinstance(tool.get("name"), str) or not tool["name"]:
+                raise _wrong(f"{place}.name", tool.get("name"), "a text that is not empty")
             if not isinstance(inner, list):
                 raise _wrong(f"{place}.tools", inner, "a list of functions and custom tools")
             for k, one in enumerate(inner):
