@@ -62,6 +62,7 @@ class Int4Layout:
 
 
 BF16 = torch.bfloat16
+NEVER_QWEN = "self_attn.", "linear_attn.", "mlp.shared_expert."
 INT4_LAYOUTS: dict[str, Int4Layout] = {
     "awq": Int4Layout("awq", AWQ | {"group_size": 64}, 64),
     "awq-some": Int4Layout(
@@ -77,6 +78,15 @@ INT4_LAYOUTS: dict[str, Int4Layout] = {
         GPTQ | {"group_size": 64, "sym": False, "checkpoint_format": "gptq_v2",
                 "dynamic": {"lm_head": {}, r"-:model\.layers\.1\.mlp": {}}},
         64, ignored=("lm_head", "model.layers.1.mlp."),
+    ),
+    "gptq-qwen3.5": Int4Layout(  # as Qwen publishes it
+        "gptq",
+        GPTQ | {"group_size": 64, "dynamic": {
+            "lm_head": {}, "model.language_model.embed_tokens": {}, "-:.*attn.*": {},
+            "-:.*shared_expert.*": {}, "-:.*mtp.*": {}, "-:.*visual.*": {},
+        }},
+        64, symmetric=True,
+        ignored=("lm_head", *(f"model.layers.{index}.{part}" for index in range(5) for part in NEVER_QWEN)),
     ),
     "packed": Int4Layout("packed", packed(group_size=64), 64, symmetric=True, scale_dtype=BF16),
     "packed-zeros": Int4Layout("packed", packed(symmetric=False), 32, scale_dtype=BF16),

@@ -23,7 +23,7 @@ from int4_checkpoints import INT4_LAYOUTS, make_int4
 from quantised import PROMPTS, Quantised
 
 VOCAB = 256
-CASES = [(layout, "llama") for layout in INT4_LAYOUTS] + [
+CASES = [(layout, "llama") for layout in INT4_LAYOUTS if layout != "gptq-qwen3.5"] + [
     ("awq", "qwen2"),  # with a bias of qkv
     ("gptq", "qwen2"),
     ("packed-zeros", "qwen3"),
@@ -34,6 +34,7 @@ CASES = [(layout, "llama") for layout in INT4_LAYOUTS] + [
     ("awq", "qwen3.5"),
     ("packed", "qwen3.5"),  # a matrix that is read in parts, without the order of its columns
     ("gptq", "qwen3-next"),
+    ("gptq-qwen3.5", "qwen2-moe"),
 ]
 
 

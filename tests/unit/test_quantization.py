@@ -484,6 +484,7 @@ def test_every_layout_is_recognised(tmp_path):
         "gptq-ordered": "int4_gptq_32",
         "gptq-rows": "int4_gptq_row",
         "gptq-v2": "int4_gptq_v2_64",
+        "gptq-qwen3.5": "int4_gptq_64",
         "packed": "int4_packed_64",
         "packed-zeros": "int4_packed_zeros_32",
         "packed-rows": "int4_packed_row",
