@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What formats cost a real model, and how often n-gram drafts are right, through the OpenAI API.
+"""What formats cost a real model, and how often drafts are right, through the OpenAI API.
 
-    python -m perf_configs.quality --model .cache/SmolLM2-135M-Instruct
+    python -m perf_configs.quality --model .cache/SmolLM2-135M-Instruct [--draft-model HEAD]
 
-Prints the perplexity of pages of this project's documentation with each format, and the drafts made and
-accepted over a few chats. It runs on a CPU or a GPU.
+Prints the perplexity of pages of this project's documentation with each format, and the n-gram drafts made
+and accepted over a few chats; or, with the folder of an EAGLE-3 head, only that head's. It runs on a CPU or a
+GPU.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
 import subprocess
 import sys
 import time
@@ -37,6 +37,16 @@ CHATS = (
     "Explain in two sentences why the sky is blue.",
     f"Repeat this list word for word: {LIST}",
     f"Write this list as JSON, name and age of each person: {LIST}",
+)
+TOPICS = (
+    "Why do cats purr?",
+    "Give me three tips for a job interview.",
+    "Write a short story about a lighthouse keeper.",
+    "How does a bicycle stay upright?",
+    "Write a Python function that checks whether a word is a palindrome, and explain it.",
+    "What should I see on two days in Rome?",
+    "Explain photosynthesis to a child.",
+    "Write a polite e-mail that moves a meeting from Monday to Wednesday.",
 )
 
 
@@ -81,18 +91,36 @@ def perplexity(url: str, texts: Sequence[str]) -> tuple[float, int]:
     return math.exp(total / count), count
 
 
-def drafts(url: str) -> dict[str, float]:
-    """Counters of drafts by the end of their names."""
-    text = call(url, "/metrics").decode()
-    found = re.findall(r"^\w*?(draft\w*|accepted\w*)(?:{.*})? (\S+)$", text, re.MULTILINE)
-    return {name: float(value) for name, value in found if not name.endswith("created")}
+def chats(url: str, questions: Sequence[str], most: int) -> None:
+    """Greedy answers of up to `most` tokens, and what was drafted for them."""
+    tokens = right = 0
+    for question in questions:
+        asked = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": most}
+        usage = json.loads(call(url, "/v1/chat/completions", asked))["usage"]
+        details = usage.get("completion_tokens_details") or {}
+        accepted, rejected = (
+            details.get(f"{which}_prediction_tokens", 0) for which in ("accepted", "rejected")
+        )
+        tokens, right = tokens + usage["completion_tokens"], right + accepted
+        print(
+            f"{question[:40]!r}: {usage['completion_tokens']} tokens, {accepted + rejected} drafts checked,"
+            f" {accepted} accepted",
+            flush=True,
+        )
+    print(f"accepted length over all steps: {tokens / (tokens - right):.2f}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argument_parser("perf_configs.quality", __doc__)
     parser.add_argument("--model", metavar="DIR", required=True, help="checkpoint folder")
+    parser.add_argument("--draft-model", metavar="DIR", help="folder of an EAGLE-3 head")
     parser.add_argument("--port", type=integer(1), default=9700, help="a free one (default: %(default)s)")
     options = parser.parse_args(argv)
+    if options.draft_model:
+        head = ["speculative_method=eagle3", f"draft_model={options.draft_model}", "max_draft_len=3"]
+        with server(options.model, head, options.port) as url:
+            chats(url, CHATS + TOPICS, 200)
+        return
     root = Path(__file__).parents[1]
     texts = [(root / page).read_text(encoding="utf-8").partition("\n")[2][:CHARACTERS] for page in PAGES]
     for name, knobs in FORMATS.items():
@@ -100,14 +128,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             value, tokens = perplexity(url, texts)
             print(f"{name:>12}  perplexity {value:.3f} of {tokens} tokens", flush=True)
     with server(options.model, DRAFTS, options.port) as url:
-        before = drafts(url)
-        for question in CHATS:
-            asked = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 60}
-            answer = json.loads(call(url, "/v1/chat/completions", asked))
-            after = drafts(url)
-            grown = {key: value - before.get(key, 0.0) for key, value in after.items()}
-            print(f"{question[:40]!r}: {answer['usage']['completion_tokens']} tokens, {grown}", flush=True)
-            before = after
+        chats(url, CHATS, 60)
 
 
 if __name__ == "__main__":
