@@ -16,10 +16,10 @@ from checkpoints import make_checkpoint
 from engine.harness import serve, start_core
 from engine.test_adapters import FORMS, asks, make_adapter
 from engine.test_generate import make_prompts
-from flashinfer_backend.ops import torch_ops
+from flashinfer_backend.ops import device, torch_ops
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
-from test_triton_adapters import FUSED, SHAPES, Sample, check, check_embedded, check_fused, close
+from test_triton_adapters import FUSED, SHAPES, Sample, busy, check, check_embedded, check_fused, close
 
 pytestmark = pytest.mark.gpu
 # 8B's shapes: decodes, prompts, and a large rank.
@@ -36,7 +36,7 @@ def test_the_kernels_add_what_torch_adds(shape: tuple[Any, ...]) -> None:
     check(*shape, "cuda", torch.bfloat16)
 
 
-@pytest.mark.parametrize("case", FUSED, ids=str)
+@pytest.mark.parametrize("case", [*FUSED, busy(device.sms())], ids=str)
 def test_products_add_what_torch_adds(case: tuple[Any, ...]) -> None:
     check_fused(*case, "cuda", torch.bfloat16)
 

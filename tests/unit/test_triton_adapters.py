@@ -8,7 +8,7 @@ import torch
 from interpreted import interpreted
 
 from flashinfer_backend.core.tuned import Tiling
-from flashinfer_backend.ops import torch_ops
+from flashinfer_backend.ops import device, torch_ops
 from flashinfer_backend.ops.weight import Added, Chosen, LowRank, Weight
 
 # Tokens, columns of x, rows of the product's modules, places, rank.
@@ -17,7 +17,7 @@ SHAPES = [
     (5, 200, (128, 32, 32), 3, 16),
     (37, 160, (200, 200), 4, 32),
     (20, 1100, (40,), 20, 16),
-    (70, 640, (72, 8, 8), 2, 256),
+    (33, 264, (72, 8, 8), 2, 256),
 ]
 # The same as part of a product, with what else that has: norm, gate, residual; and a tiling.
 FUSED = [
@@ -25,11 +25,14 @@ FUSED = [
     (21, 512, (64, 64), 12, 16, True, True, False, Tiling(16, 64, 128, stages=2)),
     (30, 512, (128,), 3, 32, False, False, True, Tiling(32, 64, 128, 2, stages=2)),
     (40, 512, (128,), 2, 256, False, False, True, Tiling(64, 32, 128, stages=2, swap=False)),
-    # Programs for each SM of a Hopper GPU, and many adapters: they are not shrunk in the product's launch.
-    (6, 128, (8448,), 6, 16, False, False, True, Tiling(16, 64, 128, stages=2)),
     # Gate and up are rows of one module.
     (18, 512, (128,), 4, 16, True, True, False, Tiling(16, 64, 128, stages=2)),
 ]
+
+
+def busy(sms: int) -> tuple:
+    """The same with a program for each SM, and many adapters: they are not shrunk in the product's launch."""
+    return (6, 128, (64 * sms,), 6, 16, False, False, True, Tiling(16, 64, 128, stages=2))
 
 
 class Sample:
@@ -155,4 +158,6 @@ if __name__ == "__main__":
         check(*shape, "cpu", torch.float32)
     for case in FUSED:
         check_fused(*case, "cpu", torch.float16)
+    device.sms = lambda: 12
+    check_fused(*busy(12), "cpu", torch.float16)
     check_embedded(40, "cpu", torch.float32)

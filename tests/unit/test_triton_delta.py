@@ -165,5 +165,5 @@ if __name__ == "__main__":
     triton_delta.NATIVE = False
     for case in CASES:
         check(case, "cpu", torch.float16)
-    check(CASES[1], "cpu", torch.float32)
+    check(Case(SMALL, [1, 66, 2], 1), "cpu", torch.float32)
     check_padding("cpu", torch.float32)

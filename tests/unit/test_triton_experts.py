@@ -190,11 +190,11 @@ if __name__ == "__main__":
         check_routes(tokens, experts, chosen, renormalise, skewed)
     for tokens in (4, 20):
         check_broken_logits(tokens, renormalise=tokens == 4)
-    for case in [(1, 8, 2, 2), (13, 8, 3, 4), (16, 6, 2, 3), (50, 8, 3, 2)]:
+    for case in [(1, 8, 2, 2), (13, 8, 3, 4), (20, 4, 2, 2)]:
         check_shares(*case)
     for format, case in zip(FORMATS, CASES, strict=True):
         check_products(format, *case)
-    check_products("int4_awq_64", *CASES[2])
+    check_products("int4_awq_64", *CASES[1])
     check_products("int4_packed_32", *CASES[1], clip=(1.702, 1.5))
     for format in ("dense", "mxfp4"):
         check_products(format, *ODD, clip=(1.702, 1.5))
