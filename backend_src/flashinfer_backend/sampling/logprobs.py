@@ -46,11 +46,12 @@ class ReportedRows:
         readback, host, top = tokens, None, None
         if self.log_prob_rows:
             wide = logits[self._log_prob_index].float()
-            chosen = log_probs(wide, tokens[self._log_prob_index])
+            total = wide.logsumexp(dim=1)
+            chosen = log_probs(wide, tokens[self._log_prob_index], total)
             readback = torch.cat([tokens, chosen.view(torch.int32)])
             if most := max(self.top_counts):
                 values, ids = wide.topk(min(most, wide.shape[1]), dim=1)
-                top = _to_host(values - wide.logsumexp(dim=1, keepdim=True)), _to_host(ids)
+                top = _to_host(values - total.unsqueeze(1)), _to_host(ids)
         if self.logits_rows:
             host = _to_host(logits[self._logits_index].float())
         return readback, Report(self, host, top)
@@ -86,10 +87,11 @@ class Report:
             output.generation_logits.append((row, self.logits[i].numpy().tobytes()))
 
 
-def log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """log softmax of logits [n, V] at tokens int32 [n]: float32 [n]."""
+def log_probs(logits: Tensor, tokens: Tensor, total: Tensor | None = None) -> Tensor:
+    """log softmax of logits [n, V] at tokens int32 [n]: float32 [n]. total: logsumexp of each row."""
     logits = logits.float()
-    return logits.gather(1, tokens.long().unsqueeze(1)).squeeze(1) - logits.logsumexp(dim=1)
+    total = logits.logsumexp(dim=1) if total is None else total
+    return logits.gather(1, tokens.long().unsqueeze(1)).squeeze(1) - total
 
 
 def context_logits(model: Transformer, hidden: Tensor, chosen: Chosen | None = None) -> np.ndarray:
