@@ -50,8 +50,8 @@ def test_greedy_tokens_are_the_best_or_nearly(kind, tmp_path):
     params = SamplingParams(max_tokens=48, temperature=0.0)
     with serve(core, tmp_path / "run") as client:
         short = shortfalls(folder, client.generate(make_prompts(12), params))
-    # In 16 bits a router sometimes takes another expert, as in plain torch: of these kinds it gives 83 to 92 %
-    # of the best tokens, and of the others 92 to 98 %.
+    # In 16 bits a router sometimes takes another expert: plain torch gives 83 to 92 % best tokens then,
+    # and 92 to 98 % with the other kinds.
     mixture = core.runner.state.model.spec.experts is not None
     best = (short == 0).float().mean()
     assert best > (0.75 if mixture else 0.9), f"{(short > 0).sum()} of {len(short)} tokens are not the best"
