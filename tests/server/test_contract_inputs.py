@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from asking import int32, strings
@@ -24,7 +23,6 @@ from contract import (
     generate,
     greedy,
     number,
-    refusal,
     text_of,
     words,
 )
@@ -208,27 +206,6 @@ def test_several_sequences_share_the_prompt_and_differ_by_seed(contract: Server)
     assert "sequence_index" not in single
     _, answer = contract.post(body(num_return_sequences=2))
     assert "exactly 1 response" in answer["error"]
-
-
-REFUSED: list[tuple[dict[str, np.ndarray], str]] = [
-    ({"beam_width": int32(2)}, "beam_width is 2, which is not supported"),
-    ({"decoder_text_input": strings("a")}, "(decoder_text_input) is not supported"),
-    ({"prompt_embedding_table": np.ones((1, 2, 4), np.float16)}, "prompt_embedding_table is not supported"),
-    ({"prompt_table_extra_id": np.array([[7]], np.uint64)}, "prompt_table_extra_ids is not supported"),
-    ({"prompt_vocab_size": int32(2)}, "prompt_vocab_size is not supported"),
-    ({"lora_task_id": np.array([[1]], np.uint64)}, "lora_task_id is not supported"),
-    ({"lora_weights": np.ones((1, 2, 4), np.float16)}, "lora_weights is not supported"),
-    ({"lora_config": np.ones((1, 2, 3), np.int32)}, "lora_config is not supported"),
-]
-
-
-@pytest.mark.parametrize(("values", "message"), REFUSED, ids=[next(iter(values)) for values, _ in REFUSED])
-def test_what_is_not_served_is_refused_by_name(
-    contract: Server, values: dict[str, np.ndarray], message: str
-) -> None:
-    assert message in refusal(
-        contract, "ensemble", {"text_input": strings(PROMPT), "max_tokens": int32(4), **values}
-    )
 
 
 def test_inputs_of_beam_search_that_ask_for_nothing_pass(contract: Server) -> None:

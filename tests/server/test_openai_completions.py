@@ -168,27 +168,6 @@ def test_the_best_of_several(client: openai.OpenAI) -> None:
     assert best.usage.completion_tokens == sum(len(choice.logprobs.tokens) for choice in every)
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        ({"suffix": "x"}, "suffix"),
-        ({"n": 3, "best_of": 2}, "at least n"),
-        ({"best_of": 2, "stream": True}, "cannot be streamed"),
-        ({"echo": True, "logprobs": 1, "stream": True}, "cannot be streamed"),
-        ({"prompt": []}, "empty"),
-        ({"prompt": [[]]}, "empty"),
-        ({"prompt": [1, "x"]}, "prompt should be"),
-        ({"prompt": [1, 99999]}, "0..2047"),
-        ({"prompt": [[1, True]]}, "prompt[0][1]: Expected `int`"),
-        ({"logprobs": 21}, "logprobs"),
-        ({"n": 100, "prompt": ["a", "b"]}, "several requests"),
-    ],
-)
-def test_wrong_completions(door: OpenAiServer, more: dict[str, Any], words: str) -> None:
-    status, message, _, _ = door.error("/v1/completions", {"prompt": PROMPT, "max_tokens": 2, **more})
-    assert status == 400 and words in message
-
-
 def test_what_clients_of_vllm_send(client: openai.OpenAI) -> None:
     def ask(prompt: Any = "Once upon a time", **more: Any) -> Any:
         own = {"return_token_ids": True, **more}

@@ -18,66 +18,6 @@ ASK: list[Any] = [{"role": "user", "content": "Hi"}]
 CHAT = "/v1/chat/completions"
 
 
-@pytest.mark.parametrize(
-    ("more", "param", "words"),
-    [
-        ({"temprature": 1}, "temprature", "Unrecognized request argument supplied: temprature"),
-        ({"stream_options": {"x": 1}}, "stream_options.x", "Unrecognized"),
-        ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream true"),
-        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options",
-         "not supported"),
-        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options",
-         "needs include_usage"),
-        ({"temperature": "hot"}, "temperature", "Expected"),
-        ({"temperature": -1}, "temperature", ">= 0"),
-        ({"temperature": 1e308, "structured_outputs": {"regex": "[ab]+"}}, "temperature", "<= 3e+38"),
-        ({"repetition_penalty": 1e308}, "repetition_penalty", "<= 3e+38"),
-        ({"repetition_penalty": 0}, "repetition_penalty", ">= 1e-38"),
-        ({"top_p": 1.5}, "top_p", "<= 1"),
-        ({"n": 0}, "n", ">= 1"),
-        ({"max_tokens": 0}, "max_tokens", ">= 1"),
-        ({"max_tokens": 5000}, "max_tokens", "maximum context length is 2048"),
-        ({"max_tokens": None, "max_completion_tokens": 5000}, "max_completion_tokens", "context length"),
-        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "one of them"),
-        ({"top_logprobs": 2}, "top_logprobs", "logprobs true"),
-        ({"logit_bias": {"x": 1}}, "logit_bias", "0..2047"),
-        ({"logit_bias": {"5": 101}}, "logit_bias", "-100..100"),
-        ({"stop_token_ids": [99999]}, "stop_token_ids", "0..2047"),
-        ({"stop": ["x"] * 4097}, "stop", "4097 words; it should have at most 4096"),
-        ({"stop": "x" * 16385}, "stop", "16385 bytes in a word; it should have at most 16384"),
-        ({"priority": 1.5}, "priority", "Expected"),
-        ({"queue_timeout": -1}, "queue_timeout", ">= 1e-06"),
-        ({"queue_timeout": "soon"}, "queue_timeout", "Expected"),
-        ({"store": True}, "store", "keeps nothing"),
-        ({"functions": []}, "functions", "use tools"),
-        ({"modalities": ["text", "audio"]}, "modalities", "only text"),
-        ({"service_tier": "priority"}, "service_tier", '"priority"'),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs", "no use of"),
-        ({"reasoning_effort": "low"}, "reasoning_effort", "no use of reasoning_effort"),
-        ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
-         "reasoning_effort", 'says "high"; give one of them'),
-        ({"documents": [{"text": "x"}]}, "documents", "no use of documents"),
-        ({"messages": []}, "messages", "empty"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0]", "robot"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None, "only text"),
-        ({"messages": None}, "messages", "Expected"),
-        ({"messages": [{"content": "x"}]}, "messages[0]", "messages[0].role is null; it should be one of"),
-        ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, None, "type null; only text is"),
-        ({"tools": [{"type": "function", "function": {"name": None}}]}, "tools", "function.name is null;"),
-        ({"top_k": 2**64}, "top_k", "<= 2147483647"),
-        ({"min_tokens": 4}, "min_tokens", "at most 3 tokens"),
-        ({"min_tokens": 2**64}, "min_tokens", "<= 2147483647"),
-    ],
-)  # fmt: skip
-def test_what_is_wrong_is_named(
-    door: OpenAiServer, more: dict[str, Any], param: str | None, words: str
-) -> None:
-    status, message, found, _ = door.error(CHAT, {"messages": ASK, "max_tokens": 3, **more})
-    assert status == 400 and words in message
-    assert param is None or found == param
-
-
 def test_bodies_paths_and_models(door: OpenAiServer) -> None:
     assert door.error(CHAT, b"{")[:2] == (400, "the body is not valid JSON: Input data was truncated")
     assert door.error(CHAT, {})[1:] == ("messages is missing", "messages", "missing_required_parameter")

@@ -181,29 +181,3 @@ def test_the_clients_own_models_of_answers(client: openai.OpenAI) -> None:
         model="tiny-chat", input=ASK, text_format=Animal, max_output_tokens=200, temperature=0.0
     )
     assert isinstance(parsed.output_parsed, Animal)
-
-
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        ({"previous_response_id": "x"}, "previous_response_id needs kept responses"),
-        ({"include": ["message.output_text.logprobs"]}, "include holds"),
-        ({"top_logprobs": 2}, "top_logprobs is not supported"),
-        ({"store": True}, "store needs kept responses"),
-        ({"text": {"verbosity": "loud"}}, "text.verbosity"),
-        ({"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "x"}]}]},
-         "input[0].content[1] is of type"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
-        ({"truncation": "middle"}, "truncation"),
-        ({"stream": True, "stream_options": {"include_usage": True}}, "the last event has it"),
-        ({"text": {"format": "json_object"}}, "text.format is"),
-        ({"input": [{"type": "reasoning", "content": 1}]}, "input[0].content should be a list"),
-        ({"input": [{"type": "reasoning", "content": [{"text": None}]}]},
-         "input[0].content should be a list"),
-        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": ["weather"]}},
-         "tool_choice should be"),
-    ],
-)  # fmt: skip
-def test_what_is_not_supported_is_named(door: OpenAiServer, more: dict[str, Any], words: str) -> None:
-    status, message, _, _ = door.error("/v1/responses", {"input": ASK, **more})
-    assert status == 400 and words in message

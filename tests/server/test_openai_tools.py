@@ -335,39 +335,3 @@ def test_a_forced_call_beside_a_response_format(client: openai.OpenAI, choice: A
 def test_any_json_object(client: openai.OpenAI) -> None:
     answer = ask(client, response_format={"type": "json_object"}, max_tokens=30)
     assert answer.choices[0].message.content.lstrip().startswith("{")
-
-
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        ({"tools": [{"type": "web_search"}]}, "only functions"),
-        ({"tools": [WEATHER, WEATHER]}, "same name"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "strict": "yes"}}]}, "true or false"),
-        ({"tools": [strictly({"oneOf": [{}]})]}, "schema of type object"),
-        ({"tools": [strictly({"type": "object", "not": {}})]}, "the parameters of f: "),
-        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}},
-         "the tools are"),
-        ({"tools": [WEATHER], "tool_choice": "maybe"}, "tool_choice should be"),
-        ({"tools": [NOW], "tool_choice": {"type": "function", "function": "now"}}, "tool_choice should be"),
-        ({"tools": [NOW], "tool_choice": {"type": "allowed_tools", "allowed_tools": ["now"]}},
-         "tool_choice should be"),
-        (
-            {
-                "tools": [NOW],
-                "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": ["now"]}},
-            },
-            "tool_choice should be",
-        ),
-        ({"tool_choice": "required"}, "there are no tools"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "letters"),
-        ({"response_format": {"type": "json_schema"}}, "JSON schema"),
-        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs: there are 2 guides"),
-        ({"structured_outputs": {"regex": "(("}}, "structured_outputs is not a valid regex: "),
-        ({"tools": [WEATHER], "tool_choice": "required", "structured_outputs": {"regex": "a"}}, "drop one"),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("stream", [False, True])
-def test_wrong_tools_and_guides(door: OpenAiServer, more: dict[str, Any], words: str, stream: bool) -> None:
-    body = {"messages": ASK, "max_tokens": 5, "stream": stream, **more}
-    status, message, _, _ = door.error("/v1/chat/completions", body)
-    assert status == 400 and words in message
