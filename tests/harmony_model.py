@@ -125,7 +125,7 @@ def harmony_model(folder: Path) -> Path:
         loss = model(input_ids=ids, labels=labels).loss
         loss.backward()
         optimizer.step()
-        if loss.item() < 0.005:
+        if loss.item() < 0.02:
             break
     model.eval().save_pretrained(folder / "dense")
     model_dir = publish(folder / "dense", folder / "gpt-oss")
