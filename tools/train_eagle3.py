@@ -3,7 +3,14 @@
 
 The head learns what its target would say next along texts, and, as drafting does, along its own hidden states
 for a few tokens ("training-time test"). By default it is the one of the bundled model, on the model's own
-training texts. The same seed on the same machine and library versions gives the same files.
+training texts. Another model's texts are a file, or chats that it samples itself, messages and answers. The
+same seed on the same machine and library versions gives the same files.
+
+For SmolLM2-135M-Instruct (make serve MODEL=smollm2 fetches it):
+
+    python tools/train_eagle3.py --model .cache/SmolLM2-135M-Instruct --output .cache/smollm2-eagle3 \\
+        --chats 128 --taken 2 15 27 --known 4096 --intermediate-size 1536 --rows 8 --steps 100 \\
+        --learning-rate 2e-3 --dtype bfloat16 --threads 2
 """
 
 from __future__ import annotations
@@ -14,7 +21,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -22,12 +29,14 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from client.arguments import integer, positive
 
 BUNDLED = Path(__file__).parents[1] / "backend_src/flashinfer_backend/bundled_model"
 DECAY = 0.8  # of the loss, with each further token of a draft
+CHATS = 64  # sampled side by side
+CHAT_TOKENS = 256  # of each, without what the template puts before the first message
 
 
 class Head(nn.Module):
@@ -42,7 +51,7 @@ class Head(nn.Module):
         self.dim = getattr(config, "head_dim", None) or self.hidden // self.heads
         self.theta = config.rope_parameters["rope_theta"]
         self.register_buffer("ids", ids)
-        self.embedding = target.get_input_embeddings().weight.detach()
+        self.embedding = target.get_input_embeddings().weight.detach().float()
         hidden, rows = self.hidden, (self.heads + 2 * self.kv_heads) * self.dim
         self.fc = nn.Linear(len(taken) * hidden, hidden, bias=False)
         self.qkv = nn.Linear(2 * hidden, rows, bias=False)
@@ -113,20 +122,42 @@ def bundled_texts(seed: int) -> Iterator[str]:
         yield from make_text.documents(seed * 1_000_003 + chunk, 256)
 
 
-def file_texts(path: Path, seed: int) -> Iterator[str]:
-    """Paragraphs of a file, in another order each time."""
-    texts = [text for text in path.read_text(encoding="utf-8").split("\n\n") if text.strip()]
-    generator = random.Random(seed)
+@torch.no_grad()
+def own_chats(target: PreTrainedModel, folder: Path, end: int, number: int) -> list[list[int]]:
+    """`number` chats that the target samples behind the beginning that its template gives a user's message:
+    the message at temperature 1, and what follows its end, the template's words among it, at 0.5."""
+    message = [{"role": "user", "content": "MESSAGE"}]
+    template = AutoTokenizer.from_pretrained(folder)
+    before = template.apply_chat_template(message, tokenize=False).split("MESSAGE")[0]
+    ids = template(before, add_special_tokens=False).input_ids
+    chats: list[list[int]] = []
+    while len(chats) < number:
+        tokens, made, cache = torch.tensor([ids] * CHATS), [], None
+        answers = torch.zeros(CHATS, 1, dtype=torch.bool)
+        for _ in range(CHAT_TOKENS):
+            output = target(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache = output.past_key_values
+            tokens = (output.logits[:, -1].float() * (1.0 + answers)).softmax(-1).multinomial(1)
+            answers |= tokens == end
+            made.append(tokens)
+        chats += [ids + chat for chat in torch.cat(made, 1).tolist()]
+        print(f"{len(chats)} chats", flush=True)
+    return chats[:number]
+
+
+def shuffled(texts: list[list[int]], seed: int) -> Iterator[list[int]]:
+    """In another order each time."""
+    generator, texts = random.Random(seed), list(texts)
     while True:
         generator.shuffle(texts)
         yield from texts
 
 
-def packed(texts: Iterator[str], tokenizer: Tokenizer, end: int, length: int) -> Iterator[list[int]]:
+def packed(texts: Iterator[list[int]], end: int, length: int) -> Iterator[list[int]]:
     """Rows of `length` tokens: texts, each behind the last one's end."""
     row: list[int] = []
     for text in texts:
-        row += [*tokenizer.encode(text).ids, end]
+        row += [*text, end]
         while len(row) >= length:
             yield row[:length]
             row = row[length:]
@@ -137,7 +168,7 @@ def targets_of(target: PreTrainedModel, head: Head, tokens: Tensor) -> tuple[Ten
     """What the head takes, [B, T, layers * H], and how likely the target finds each token that the head knows
     behind each position, [B, T, known]."""
     output = target(tokens, output_hidden_states=True, use_cache=False)
-    taken = torch.cat([output.hidden_states[after] for after in head.taken], -1)
+    taken = torch.cat([output.hidden_states[after] for after in head.taken], -1).float()
     return taken, output.logits.float().softmax(-1)[..., head.ids]
 
 
@@ -163,9 +194,11 @@ def train(target: PreTrainedModel, head: Head, rows: Iterator[list[int]], args: 
         own = length - args.drafts
         loss = torch.zeros(())
         agreed = []
-        for ahead, logits in enumerate(head(taken[:, :own], tokens, args.drafts)):
+        with torch.autocast("cpu", target.dtype, enabled=target.dtype != torch.float32):
+            drafts = head(taken[:, :own], tokens, args.drafts)
+        for ahead, logits in enumerate(drafts):
             goal = wanted[:, 1 + ahead : 1 + ahead + own]
-            loss = loss - DECAY**ahead * (goal * logits.log_softmax(-1)).sum(-1).mean()
+            loss = loss - DECAY**ahead * (goal * logits.float().log_softmax(-1)).sum(-1).mean()
             if step % 25 == 0 or step == args.steps - 1:
                 agreed.append((goal.argmax(-1) == logits.argmax(-1)).float().mean().item())
         loss.backward()
@@ -226,11 +259,15 @@ def save(head: Head, target: PreTrainedModel, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, default=BUNDLED, help="the target's folder")
     parser.add_argument("--output", type=Path, default=BUNDLED / "eagle3")
-    parser.add_argument("--texts", type=Path, help="a file of paragraphs; default: the bundled model's texts")
+    texts = parser.add_mutually_exclusive_group()
+    texts.add_argument("--texts", type=Path, help="a file of paragraphs; default: the bundled model's texts")
+    texts.add_argument("--chats", type=integer(1), help="chats that the target samples in place of texts")
     parser.add_argument("--taken", type=integer(1), nargs="+", default=[1, 2, 3], metavar="LAYERS",
                         help="after how many layers hidden states are taken")  # fmt: skip
     parser.add_argument("--known", type=integer(1), default=1024, help="tokens that the head knows")
@@ -240,16 +277,26 @@ def main() -> None:
     parser.add_argument("--rows", type=integer(1), default=4, help="rows of a step")
     parser.add_argument("--length", type=integer(8), default=256, help="tokens of a row")
     parser.add_argument("--learning-rate", type=positive, default=5e-3)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
+                        help="which the target computes in, and products of the head")  # fmt: skip
     parser.add_argument("--seed", type=integer(0), default=7)
     parser.add_argument("--threads", type=integer(1), default=1)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(args.seed)
-    target = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).requires_grad_(False)
+    dtype = getattr(torch, args.dtype)
+    target = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).requires_grad_(False)
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
-    texts = file_texts(args.texts, args.seed) if args.texts else bundled_texts(args.seed)
-    rows = packed(texts, tokenizer, target.generation_config.eos_token_id, args.length)
+    end = target.generation_config.eos_token_id
+    if args.chats:
+        documents = shuffled(own_chats(target, args.model, end, args.chats), args.seed)
+    elif args.texts:
+        texts = [text for text in args.texts.read_text(encoding="utf-8").split("\n\n") if text.strip()]
+        documents = shuffled([tokenizer.encode(text).ids for text in texts], args.seed)
+    else:
+        documents = (tokenizer.encode(text).ids for text in bundled_texts(args.seed))
+    rows = packed(documents, end, args.length)
     ids = known_tokens(target, rows, args.known, 200)
     head = Head(target, args.taken, ids, args.intermediate_size)
     train(target, head, rows, args)
