@@ -16,6 +16,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
     Qwen3_5RMSNorm,
     Qwen3_5TextRotaryEmbedding,
 )
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecoderLayer
 
 from checkpoints import make_checkpoint
 from engine.harness import start_core
@@ -41,7 +42,8 @@ class Reference:
         self.model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
         config, hidden = self.model.config, self.model.config.hidden_size
         torch.manual_seed(1)
-        self.layer = Qwen3_5DecoderLayer(config, config.layer_types.index("full_attention")).eval()
+        kind = Qwen3_5DecoderLayer if config.model_type == "qwen3_5_text" else Qwen3_5MoeDecoderLayer
+        self.layer = kind(config, config.layer_types.index("full_attention")).eval()
         self.rotary = Qwen3_5TextRotaryEmbedding(config)
         self.fc = torch.randn(hidden, 2 * hidden) / hidden**0.5
         self.norms = [Qwen3_5RMSNorm(hidden, config.rms_norm_eps) for _ in range(3)]
@@ -101,6 +103,16 @@ def start(folder: Path, **settings: Any) -> tuple[Any, list[Recorded]]:
 
     options: dict[str, Any] = {"tokens_per_block": BLOCK, "max_seq_len": BLOCK, "check_invariants": True}
     return start_core(folder, make_proposer=make, **options | settings), found
+
+
+def test_a_head_with_experts_drafts_what_the_definition_does(tmp_path: Path) -> None:
+    """Its experts are in one tensor, as in what Qwen publishes in 16 bits."""
+    folder = make_checkpoint("qwen3.5-moe", tmp_path / "target")
+    reference = Reference(folder)
+    core, (recorded,) = start(folder)
+    found = answers(core, tmp_path / "run")
+    sequences = [prompt + tokens for prompt, tokens in zip(PROMPTS, found, strict=True)]
+    assert check(recorded, sequences, reference) > 20
 
 
 @pytest.mark.parametrize("captured", [False, True])
