@@ -64,6 +64,7 @@ class Layout:
     weights: str
     inputs: str
     scale_name: str = "weight_scale"
+    input_name: str = "input_scale"
     scale_dtype: torch.dtype = torch.float32
     scalar: tuple[int, ...] = ()
     hf_quant: dict[str, Any] | None = None
@@ -91,8 +92,13 @@ LAYOUTS: dict[str, Layout] = {
         MODELOPT | {"quant_method": "modelopt", "ignore": ["lm_head", "model.layers.1.mlp*"]},
         "tensor", "tensor", kv="{0}_proj.{0}_scale", ignored=("lm_head", "model.layers.1.mlp."),
     ),
-    "blocks": Layout(FP8_BLOCK, "block", "group", "weight_scale_inv", BF16),
+    "blocks": Layout(FP8_BLOCK, "block", "group", "weight_scale_inv", scale_dtype=BF16),
     "autofp8": Layout({"quant_method": "fp8", "activation_scheme": "static"}, "tensor", "tensor"),
+    "mistral": Layout(  # as Ministral 3 is published
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "dequantize": False,
+         "modules_to_not_convert": ["lm_head", "model.vision_tower"]},
+        "tensor", "tensor", "weight_scale_inv", "activation_scale", BF16,
+    ),
     "some-layers": Layout(
         compressed_tensors(ARGS | {"strategy": "channel"}, TOKEN, ignore=["lm_head", r"re:.*\.0\.self_attn"]),
         "channel", "token", ignored=("lm_head", "model.layers.0.self_attn."),
@@ -267,7 +273,7 @@ def make_quantised(
             linear.scale.reshape(layout.scalar) if layout.weights == "tensor" else linear.scale
         )
         if layout.inputs == "tensor":
-            tensors[f"{name}.input_scale"] = torch.tensor(linear.input_scale).reshape(layout.scalar)
+            tensors[f"{name}.{layout.input_name}"] = torch.tensor(linear.input_scale).reshape(layout.scalar)
     if kv_scales:
         result.kv_scales = KV_SCALES
         for index in range(model.config.num_hidden_layers):

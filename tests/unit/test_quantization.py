@@ -474,6 +474,7 @@ def test_every_layout_is_recognised(tmp_path):
         "modelopt-new": "fp8_static",
         "blocks": "fp8_block",
         "autofp8": "fp8_static",
+        "mistral": "fp8_static",
         "some-layers": "fp8_token",
         "on-load": "dense",
         "dense": "dense",

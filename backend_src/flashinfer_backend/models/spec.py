@@ -26,6 +26,8 @@ MLP = TypeVar("MLP", bound="Gated")
 ROWS_MOVE = "dense", "fp8_token", "fp8_static", "fp8_on_load"  # formats whose rows can be put in any order
 CENTRED = "dense", "fp8_on_load"  # formats whose rows can be changed
 STACKED = "dense", "fp8_on_load", "mxfp4"  # formats that are read where all experts are one tensor
+# What transformers calls scales of FP8 weights without blocks, as Mistral publishes them, and names here.
+SCALE_NAMES = {".weight_scale_inv": ".weight_scale", ".activation_scale": ".input_scale"}
 VOCAB_GRAIN = 16  # rows of a rank's share of the vocabulary come in multiples, as its kernels want them
 
 
@@ -667,7 +669,12 @@ class ModelSpec:
         """What a tensor of the checkpoint is called here."""
         for beginning, own in self.aliases:
             if name.startswith(beginning):
-                return own + name.removeprefix(beginning)
+                name = own + name.removeprefix(beginning)
+                break
+        if self.format in ("fp8_static", "fp8_token"):
+            for end, own in SCALE_NAMES.items():
+                if name.endswith(end):
+                    return name.removesuffix(end) + own
         return name
 
     @property
