@@ -251,5 +251,5 @@ def test_sequences_of_one_request_share_its_prompt_under_lof():
 
 
 def test_other_policies_are_refused():
-    with pytest.raises(ValueError, match=r"schedule_policy .* is 'sjf'; it should be fcfs, lof"):
+    with pytest.raises(ValueError, match=r"schedule_policy .* is 'sjf'; it should be fcfs or lof"):
         EngineConfig.from_parameters({"model_dir": "m", "schedule_policy": "sjf"})

@@ -217,9 +217,9 @@ def test_what_cannot_be_submitted_is_not_left_open(bench: Bench, tmp_path: Path)
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("exclude_input_in_output", "maybe", "it should be true, false"),
-        ("fold_input_ids", "2", "it should be true, false"),
-        ("skip_special_tokens", "no", "it should be true, false"),
+        ("exclude_input_in_output", "maybe", "it should be true or false"),
+        ("fold_input_ids", "2", "it should be true or false"),
+        ("skip_special_tokens", "no", "it should be true or false"),
         ("streamed_log_probs", "some", "it should be chunk or all"),
         ("cancellation_check_period_ms", "1e3", "it should be an integer 0..60000"),
         ("cancellation_check_period_ms", "-1", "it should be an integer 0..60000"),
@@ -228,7 +228,7 @@ def test_what_cannot_be_submitted_is_not_left_open(bench: Bench, tmp_path: Path)
         ("max_beam_width", "4", "model is '4': beam search is not supported"),
         ("gpt_model_path", "/engines", "model is '/engines': there are no engine files here: set model_dir"),
         ("executor_worker_path", "/mine", "model is '/mine': the engine is a Python process of this package"),
-        ("gpt_model_type", "V1", "it should be inflight_fused_batching, inflight_batching; static batching"),
+        ("gpt_model_type", "V1", "it should be inflight_fused_batching or inflight_batching; static batching"),
         ("max_num_seq", "4", "which has no effect; did you mean max_num_seqs"),
         ("my_own", "4", "which has no effect; docs/knobs.md has all"),
         ("batching_strategy", "inflight_batching", "which has no effect there: build.py --set batching_stra"),

@@ -280,7 +280,7 @@ def test_parameters():
     assert parameters == {"tokenizer_dir": "x", "add_special_tokens": "maybe"}
     assert flag_parameter({"d": "False"}, "d", default=True) is False
     assert flag_parameter(parameters, "b", default=True) is True
-    with pytest.raises(ValueError, match="add_special_tokens is 'maybe'; it should be true, false"):
+    with pytest.raises(ValueError, match="add_special_tokens is 'maybe'; it should be true or false"):
         flag_parameter(parameters, "add_special_tokens", default=True)
     with pytest.raises(ValueError, match="b is not set; it should be a folder"):
         required_parameter(parameters, "b", "a folder")

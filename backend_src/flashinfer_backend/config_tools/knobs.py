@@ -120,8 +120,8 @@ KNOBS: tuple[Knob, ...] = (
     ),
     Knob(
         "ensemble_report_outputs", "true", "bool", (("ensemble", REPORT_OUTPUTS),),
-        meaning="false = the ensemble has no outputs of log probs, logits and perf metrics, and refuses "
-        "requests for them: each costs tritonserver time and memory in every chunk, even if it is absent",
+        meaning="false = the ensemble has no outputs of log probs, logits and perf metrics, each of which costs "
+        "tritonserver time and memory in every chunk, and refuses requests for them",
     ),
     _llm(
         "streamed_log_probs", "auto", "choice", words=("auto", "chunk", "all"),
@@ -131,13 +131,12 @@ KNOBS: tuple[Knob, ...] = (
     _llm(
         "fold_input_ids", "false", "bool",
         meaning="true = prompt ids outside the vocabulary are taken modulo its size instead of being "
-        "refused, for benchmarks that draw ids from all of int32 (benchmark_core_model.py)",
+        "refused, for benchmark_core_model.py",
     ),
     _llm(
         "max_json_logits_mib", "16", "int",
         meaning="MiB of logits that a sequence can request from the ensemble over HTTP, as JSON: "
-        "tritonserver sends no other answer of the ensemble while it writes them. Larger requests are "
-        "refused; gRPC has no such bound. 0 = no bound",
+        "tritonserver sends no other answer of the ensemble while it writes them. 0 = no bound",
     ),
     Knob(
         BLS, "false", "bool", (("ensemble", SECOND_ENSEMBLE),),

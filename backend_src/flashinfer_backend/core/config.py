@@ -51,54 +51,51 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
         "folder of the tokenizer; auto = model_dir", words=(AUTO, BUNDLED))] = ""
     task: Annotated[Literal["auto", "generate", "embed", "score"], Setting(
         "what the checkpoint is for; auto = as its files say: embed for an embedding model, score for a"
-        " reranker, else generate. Qwen3-Reranker's files do not say it: set score")] = "auto"
+        " reranker (not Qwen3-Reranker's: set score), else generate")] = "auto"
     load_format: Annotated[Literal["auto", "dummy"], Setting(
         "auto = the checkpoint's safetensors; dummy = random weights, for benchmarks")] = "auto"
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], Setting(
-        "of activations, and of weights and KV cache unless quantised; auto = the checkpoint's on a GPU,"
+        "type of activations, and of weights and KV cache unless quantised; auto = the checkpoint's on a GPU,"
         " float32 on a CPU")] = "auto"
     quantization: Annotated[Literal["auto", "fp8"], Setting(
-        "auto = the checkpoint's format; fp8 = a 16-bit checkpoint in FP8, quantised while it loads, with a"
-        " scale for each output channel and each token")] = "auto"
+        "auto = the checkpoint's format; fp8 = a 16-bit checkpoint is quantised to FP8 while it loads")] = "auto"
     device: Annotated[Literal["auto", "cuda", "cpu"], Setting(
         "where the engine runs; auto = a GPU if there is one")] = "auto"
     attention_backend: Annotated[Literal["auto", "fa2", "xqa", "triton", "torch"], Setting(
         "attention of decode steps: FlashInfer's fa2 or xqa, this project's Triton kernel, or plain torch for"
         " all steps; auto = the fastest measured one on a GPU, torch on a CPU")] = "auto"
     speculative_method: Annotated[Literal["none", "ngram", "eagle3", "mtp"], Setting(
-        "guesses the next tokens, which a step then checks at once: answers stay the same. ngram = what"
-        " followed the last tokens before, in prompt or answer; eagle3 = by the head in draft_model; mtp = by"
-        " the head that the checkpoint brings (Qwen3.5, Qwen3-Next)"
+        "how the next tokens are guessed, which a step then checks at once; answers stay the same. ngram = by"
+        " what followed the last tokens earlier; eagle3 = by the head in draft_model; mtp = by the"
+        " checkpoint's head (Qwen3.5, Qwen3-Next)"
     )] = "none"
     draft_model: Annotated[str, Setting(
         "folder of the EAGLE-3 head of speculative_method=eagle3; bundled = the bundled model's",
         words=("none", "bundled"))] = "none"
     max_draft_len: Annotated[int, Setting(
-        "the most tokens guessed for a step; fewer where many sequences run", high=15)] = 4
+        "most tokens guessed for a sequence's step; fewer where many sequences run", high=15)] = 4
     max_matching_ngram_size: Annotated[int, Setting(
-        "of speculative_method=ngram: the most last tokens that it looks up", low=1, high=16)] = 4
+        "ngram: most last tokens that are looked up", low=1, high=16)] = 4
     min_matching_ngram_size: Annotated[int, Setting(
-        "of speculative_method=ngram: the fewest last tokens that have to match", low=1, high=16)] = 2
+        "ngram: fewest last tokens that have to match", low=1, high=16)] = 2
     max_loras: Annotated[int, Setting(
-        "adapters (LoRA) that requests in one step can have, each with its room on the GPU; 0 = the model"
-        " alone. lora_modules names them", high=256)] = 0
+        "adapters (LoRA) that requests in one step can have, each with its room on the GPU; 0 = none", high=256)] = 0
     lora_modules: Annotated[Literal["none"] | dict[str, str], Setting(
-        "adapters that requests can ask for by their names, with their folders, as PEFT writes them"
+        "names of adapters and their folders, as PEFT writes them"
     )] = "none"
     max_lora_rank: Annotated[int, Setting(
         "the largest rank of an adapter; room on the GPU grows with it", low=1, high=256)] = 16
     lora_vocabulary: Annotated[bool, Setting(
-        "room on the GPU for adapters of the embedding and the output head (embed_tokens, lm_head), which"
-        " have a row for each token")] = False
+        "room on the GPU for adapters of the embedding and the output head (embed_tokens, lm_head)")] = False
     lora_cache_host_memory_bytes: Annotated[int, Setting(
-        "bytes of adapters that are kept in host memory once they were read, the latest ones",
+        "bytes of the latest adapters that are kept in host memory",
         high=2**62)] = 1 << 30
     tensor_parallel_size: Annotated[Literal[1, 2, 4, 8], Setting(
         "GPUs that one model is spread over, each with a part of every layer; on a CPU, processes")] = 1
 
     expert_parallel_size: Annotated[Literal[1, 2, 4, 8], Setting(
-        "of a mixture of experts, groups of these GPUs that share the experts: with as many as GPUs each has"
-        " whole experts, with 1 a part of every expert")] = 1
+        "groups of these GPUs that share a mixture's experts: with as many groups as GPUs each GPU has whole"
+        " experts, with 1 a part of every expert")] = 1
 
     # Engines.
     replicas: Annotated[int, Setting(
@@ -106,7 +103,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
         low=1, high=64)] = 1
     gpu_device_ids: Annotated[Literal["auto"] | list[list[int]], Setting(
         "GPUs of each engine, counted from 0 among those in CUDA_VISIBLE_DEVICES: 0;1 for two engines; auto ="
-        " the first for engine 0, the next for engine 1 and so on")] = "auto"
+        " in order")] = "auto"
 
     # Limits.
     max_seq_len: Annotated[int, Setting(
@@ -123,16 +120,16 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
 
     # KV cache.
     kv_cache_dtype: Annotated[Literal["auto", "fp8_e4m3"], Setting(
-        "elements of the KV cache; auto = dtype, even if the checkpoint has scales; fp8_e4m3 = 8 bits, with"
-        " the checkpoint's scales or 1, and twice the tokens. Not with attention_backend=xqa")] = "auto"
+        "elements of the KV cache; auto = dtype; fp8_e4m3 = 8 bits, with the checkpoint's scales or 1, and"
+        " twice the tokens. Not with attention_backend=xqa")] = "auto"
     tokens_per_block: Annotated[Literal[16, 32, 64], Setting(
         "tokens of a block of the KV cache, the grain of prefix reuse")] = 16
     kv_cache_free_gpu_mem_fraction: Annotated[float, Setting(
         "the KV cache's share of the GPU memory that the weights of all engines on the GPU leave",
         low=0.001, high=1)] = 0.9
     max_tokens_in_paged_kv_cache: Annotated[int, Setting(
-        "upper bound of the KV cache in tokens, rounded up to whole blocks of tokens_per_block as in"
-        " TensorRT-LLM; auto = as many as fit. The smaller of both bounds counts", low=16, words=(AUTO,))] = 0
+        "upper bound of the KV cache in tokens, rounded up to whole blocks; auto = as many as fit. The smaller"
+        " of both bounds counts", low=16, words=(AUTO,))] = 0
     enable_kv_cache_reuse: Annotated[bool, Setting(
         "keep the blocks of earlier prompts for prompts that begin with the same tokens")] = True
 
@@ -143,15 +140,14 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
         "max_utilization admits while blocks last and may recompute the newest sequence later;"
         " guaranteed_no_evict reserves all blocks a sequence can need")] = "max_utilization"
     schedule_policy: Annotated[Literal["fcfs", "lof"], Setting(
-        "which waiting request runs next: fcfs = in order of arrival; lof = largest max_tokens (longest"
-        " output) first, and a backlog's work spread evenly over its steps: the backlog ends sooner if"
-        " max_tokens is the length, but short requests wait for longer ones")] = "fcfs"
+        "which waiting request runs next: fcfs = in order of arrival; lof = largest max_tokens first: a backlog"
+        " ends sooner if max_tokens is the length, but short requests wait for longer ones")] = "fcfs"
     max_queue_size: Annotated[int, Setting(
         "requests that can wait, in Triton and in the engine. 0 = no bound; auto ="
         f" {QUEUED_PER_SLOT} for each of max_num_seqs, at least {LEAST_AUTO_QUEUE}", words=(AUTO,))] = -1
     max_logits_mib: Annotated[int, Setting(
         "MiB for the requested logits of all requests together: 4 bytes for each word of the vocabulary and"
-        " each token. A request waits for room and holds it until its last answer is sent",
+        " each token. Requests wait for room",
         low=1)] = 2048
     cuda_graph_batch_sizes: Annotated[Literal["auto", "none"] | list[int], Setting(
         "batch sizes whose decode step is captured as a CUDA graph; a batch is padded to the next",
@@ -163,31 +159,29 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
         " none = guided requests are refused")] = "llguidance"
     kv_events_endpoint: Annotated[str, Setting(
         "where the engine tells request routers which prefixes its cache has (ZeroMQ, in vLLM's form); engine"
-        " 1 takes the next port, and so on",
+        " 1 takes the next port",
         words=("none",), text="an address such as tcp://*:5557")] = "none"
     kv_events_replay_endpoint: Annotated[str, Setting(
-        "where request routers ask for messages that they have missed (the latest 64 MiB are kept); engine 1"
-        " takes the next port, and so on", words=("none",), text="an address such as tcp://*:5558")] = "none"
+        "where request routers ask for messages that they have missed (the latest 64 MiB are kept)", words=("none",), text="an address such as tcp://*:5558")] = "none"
     kv_events_topic: Annotated[str, Setting(
         "topic of these messages; {ip} is POD_IP or the host's address, {model} the checkpoint folder's name",
         text="a text")] = "kv@{ip}:9000@{model}"
     stats_check_period_ms: Annotated[int, Setting(
         "how often the metrics are updated", low=1, high=60000)] = 100
     profile_dir: Annotated[str, Setting(
-        "absolute path of a folder for the traces that POST /start_profile of the OpenAI API asks for, made"
-        " where there is none; none = such requests are not served", words=("none",))] = "none"
+        "absolute path of a folder for the traces of POST /start_profile (OpenAI API), made where there is"
+        " none; none = such requests are not served", words=("none",))] = "none"
     start_stall_minutes: Annotated[int, Setting(
-        "an engine without progress for this long during startup (no tensor read, no file compiled, no first"
-        " step) is ended; 0 = never", low=0, high=10080)] = 30
+        "an engine without progress for this long during startup is ended; 0 = never", low=0, high=10080)] = 30
     read_shared_prefixes_once: Annotated[bool, Setting(
         "decode rows whose sequences begin with the same cached blocks read these once a step, where that"
         " saves enough; its kernel is checked on CPUs, its results on a GPU are not yet")] = False
     compare_attention: Annotated[bool, Setting(
         "for finding faults: run plain torch's attention next to the chosen one for the first 64 tokens of"
-        " each prompt, and log the largest error by layer. Steps are slow then, and none is a graph")] = False
+        " each prompt, and log the largest error by layer. Slow")] = False
     check_invariants: Annotated[bool, Setting(
-        "for finding faults: check in every step that each block and slot has one owner; otherwise the engine"
-        " logs it and ends. Costs up to 0.6 ms a step for each running sequence")] = False
+        "for finding faults: check in every step that each block and slot has one owner, else log it and end."
+        " Costs up to 0.6 ms a step for each running sequence")] = False
     # fmt: on
 
     @classmethod

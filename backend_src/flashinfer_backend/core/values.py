@@ -31,14 +31,14 @@ class Values:
     text: str = ""  # what a text is
 
     def expected(self) -> str:
-        """What the value may be, for tables and error messages."""
+        """What the value can be, for tables and error messages."""
         words = ", ".join(self.words)
-        span = f">= {self.low:g}" if self.high == INT32_MAX else f"{self.low:g}..{self.high:g}"
+        span = f">= {self.low:g}" if self.high >= INT32_MAX else f"{self.low:g}..{self.high:g}"
         match self.kind:
             case "choice":
-                return words
+                return " or ".join(filter(None, (", ".join(self.words[:-1]), self.words[-1])))
             case "bool":
-                return "true, false"
+                return "true or false"
             case "path":
                 return f"a folder, or {words}"
             case "text":
