@@ -228,7 +228,7 @@ def test_what_cannot_be_submitted_is_not_left_open(bench: Bench, tmp_path: Path)
         ("max_beam_width", "4", "model is '4': beam search is not supported"),
         ("gpt_model_path", "/engines", "model is '/engines': there are no engine files here: set model_dir"),
         ("executor_worker_path", "/mine", "model is '/mine': the engine is a Python process of this package"),
-        ("gpt_model_type", "V1", "it should be inflight_fused_batching or inflight_batching; static batching"),
+        ("gpt_model_type", "V1", "inflight_fused_batching or inflight_batching; static batching"),
         ("max_num_seq", "4", "which has no effect; did you mean max_num_seqs"),
         ("my_own", "4", "which has no effect; docs/knobs.md has all"),
         ("batching_strategy", "inflight_batching", "which has no effect there: build.py --set batching_stra"),

@@ -120,8 +120,8 @@ KNOBS: tuple[Knob, ...] = (
     ),
     Knob(
         "ensemble_report_outputs", "true", "bool", (("ensemble", REPORT_OUTPUTS),),
-        meaning="false = the ensemble has no outputs of log probs, logits and perf metrics, each of which costs "
-        "tritonserver time and memory in every chunk, and refuses requests for them",
+        meaning="false = the ensemble has no outputs of log probs, logits and perf metrics, each of which "
+        "costs tritonserver time and memory in every chunk, and refuses requests for them",
     ),
     _llm(
         "streamed_log_probs", "auto", "choice", words=("auto", "chunk", "all"),

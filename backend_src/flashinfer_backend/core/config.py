@@ -58,7 +58,8 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
         "type of activations, and of weights and KV cache unless quantised; auto = the checkpoint's on a GPU,"
         " float32 on a CPU")] = "auto"
     quantization: Annotated[Literal["auto", "fp8"], Setting(
-        "auto = the checkpoint's format; fp8 = a 16-bit checkpoint is quantised to FP8 while it loads")] = "auto"
+        "auto = the checkpoint's format; fp8 = a 16-bit checkpoint is quantised to FP8 while it loads"
+    )] = "auto"
     device: Annotated[Literal["auto", "cuda", "cpu"], Setting(
         "where the engine runs; auto = a GPU if there is one")] = "auto"
     attention_backend: Annotated[Literal["auto", "fa2", "xqa", "triton", "torch"], Setting(
@@ -79,7 +80,8 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     min_matching_ngram_size: Annotated[int, Setting(
         "ngram: fewest last tokens that have to match", low=1, high=16)] = 2
     max_loras: Annotated[int, Setting(
-        "adapters (LoRA) that requests in one step can have, each with its room on the GPU; 0 = none", high=256)] = 0
+        "adapters (LoRA) that requests in one step can have, each with its room on the GPU; 0 = none",
+        high=256)] = 0
     lora_modules: Annotated[Literal["none"] | dict[str, str], Setting(
         "names of adapters and their folders, as PEFT writes them"
     )] = "none"
@@ -128,8 +130,8 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
         "the KV cache's share of the GPU memory that the weights of all engines on the GPU leave",
         low=0.001, high=1)] = 0.9
     max_tokens_in_paged_kv_cache: Annotated[int, Setting(
-        "upper bound of the KV cache in tokens, rounded up to whole blocks; auto = as many as fit. The smaller"
-        " of both bounds counts", low=16, words=(AUTO,))] = 0
+        "upper bound of the KV cache in tokens, rounded up to whole blocks; auto = as many as fit. The"
+        " smaller of both bounds counts", low=16, words=(AUTO,))] = 0
     enable_kv_cache_reuse: Annotated[bool, Setting(
         "keep the blocks of earlier prompts for prompts that begin with the same tokens")] = True
 
@@ -140,8 +142,8 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
         "max_utilization admits while blocks last and may recompute the newest sequence later;"
         " guaranteed_no_evict reserves all blocks a sequence can need")] = "max_utilization"
     schedule_policy: Annotated[Literal["fcfs", "lof"], Setting(
-        "which waiting request runs next: fcfs = in order of arrival; lof = largest max_tokens first: a backlog"
-        " ends sooner if max_tokens is the length, but short requests wait for longer ones")] = "fcfs"
+        "which waiting request runs next: fcfs = in order of arrival; lof = largest max_tokens first: a"
+        " backlog ends sooner if max_tokens is the length, but short requests wait for longer ones")] = "fcfs"
     max_queue_size: Annotated[int, Setting(
         "requests that can wait, in Triton and in the engine. 0 = no bound; auto ="
         f" {QUEUED_PER_SLOT} for each of max_num_seqs, at least {LEAST_AUTO_QUEUE}", words=(AUTO,))] = -1
@@ -162,7 +164,8 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
         " 1 takes the next port",
         words=("none",), text="an address such as tcp://*:5557")] = "none"
     kv_events_replay_endpoint: Annotated[str, Setting(
-        "where request routers ask for messages that they have missed (the latest 64 MiB are kept)", words=("none",), text="an address such as tcp://*:5558")] = "none"
+        "where request routers ask for messages that they have missed (the latest 64 MiB are kept)",
+        words=("none",), text="an address such as tcp://*:5558")] = "none"
     kv_events_topic: Annotated[str, Setting(
         "topic of these messages; {ip} is POD_IP or the host's address, {model} the checkpoint folder's name",
         text="a text")] = "kv@{ip}:9000@{model}"
@@ -172,7 +175,8 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
         "absolute path of a folder for the traces of POST /start_profile (OpenAI API), made where there is"
         " none; none = such requests are not served", words=("none",))] = "none"
     start_stall_minutes: Annotated[int, Setting(
-        "an engine without progress for this long during startup is ended; 0 = never", low=0, high=10080)] = 30
+        "an engine without progress for this long during startup is ended; 0 = never",
+        low=0, high=10080)] = 30
     read_shared_prefixes_once: Annotated[bool, Setting(
         "decode rows whose sequences begin with the same cached blocks read these once a step, where that"
         " saves enough; its kernel is checked on CPUs, its results on a GPU are not yet")] = False
