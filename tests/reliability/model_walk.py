@@ -13,11 +13,13 @@ from __future__ import annotations
 import argparse
 import functools
 import logging
+import random
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,7 +53,7 @@ from flashinfer_backend.core.config import EngineConfig, resolve_limits  # noqa:
 from flashinfer_backend.core.sampling_params import SamplingParams  # noqa: E402
 from flashinfer_backend.engine.loop import EngineLoop  # noqa: E402
 from flashinfer_backend.engine.start import Core  # noqa: E402
-from flashinfer_backend.models.adapters import State, adapter_state  # noqa: E402
+from flashinfer_backend.models.adapters import Adapter, State, adapter_state  # noqa: E402
 from flashinfer_backend.scheduler import scheduler  # noqa: E402
 from flashinfer_backend.scheduler.budget import StepBudget  # noqa: E402
 from flashinfer_backend.transport import protocol  # noqa: E402
@@ -80,25 +82,29 @@ class Alone:
         self._known: dict[tuple[Any, ...], list[int]] = {}
 
     def answer(self, prompt: list[int], params: SamplingParams, count: int) -> list[int]:
-        """The first tokens, at least `count`, whatever ends the answer."""
-        key = *prompt, params.frequency_penalty, params.adapter
-        if len(self._known.get(key, [])) < count:
+        """The first tokens, at least `count`, of which the id that ends it is the last where that comes. Its
+        stop sequences do not count."""
+        key = *prompt, params.frequency_penalty, params.adapter, params.end_id, params.min_tokens
+        known = self._known.get(key, [])
+        if len(known) < count and known[-1:] != [params.end_id]:
             penalty = params.frequency_penalty
             own = SamplingParams(
                 max_tokens=count,
                 temperature=0.0,
-                end_id=-1,
+                end_id=params.end_id,
+                min_tokens=params.min_tokens,
                 frequency_penalty=penalty,
                 adapter=params.adapter,
             )
             data = np.array(prompt, "<i4").tobytes()
             self._last += 1
             handle = protocol.make_handle(STUB, self._last)
-            self.socket.tokens = []
+            self.socket.tokens, self.socket.ended = [], False
             self.socket.inbox.append(protocol.Submit(handle, data, own, 0, 0, 0))
-            while len(self.socket.tokens) < count:
+            while not self.socket.ended:
                 assert self._loop.step()
-            self._known[key] = self.socket.tokens
+            ends = [params.end_id] * (len(self.socket.tokens) < count)
+            self._known[key] = self.socket.tokens + ends
         return self._known[key]
 
 
@@ -106,10 +112,12 @@ class _Tokens(LocalSocket):
     def __init__(self) -> None:
         super().__init__()
         self.tokens: list[int] = []
+        self.ended = False
 
     def send_tokens(self, pid: int, frame: bytes, reports: Any) -> None:
-        found = protocol.unpack_tokens(frame)[:, 1].tolist()
-        self.tokens += [token for token in found if token != protocol.NO_TOKEN]
+        found = protocol.unpack_tokens(frame)
+        self.tokens += [token for token in found[:, 1].tolist() if token != protocol.NO_TOKEN]
+        self.ended = bool(found[-1, 2])
 
 
 def _resolve_limits(config: EngineConfig, longest: int) -> EngineConfig:
@@ -120,8 +128,17 @@ def _resolve_limits(config: EngineConfig, longest: int) -> EngineConfig:
     return msgspec.structs.replace(resolve_limits(plain, longest), **small)
 
 
+def _loaded(load: Callable[[int, str], Future[Adapter]], place: int, folder: str) -> Future[Adapter]:
+    """An adapter is there with the step that wants it."""
+    future = load(place, folder)
+    future.result()
+    return future
+
+
 class ModelWorld(World):
     """A real runner in place of the model of a device."""
+
+    patience_s = 0.0  # a walk does not depend on how long its steps take
 
     def __init__(
         self,
@@ -135,6 +152,7 @@ class ModelWorld(World):
         """has_head: the checkpoint brings a head that drafts. adapters: folders by the names of ADAPTERS."""
         self.folder, self.alone, self.has_head, self.folders = folder, alone, has_head, adapters
         self.proposer: Replay | None = None
+        self.ends = random.Random(seed)  # of which answers end, and not before when
         super().__init__(replace(settings, full=True), seed)
         self.counts["walks with drafts"] += self.scheduler.drafts > 0
 
@@ -168,6 +186,8 @@ class ModelWorld(World):
         if choose([True, False]) and ordinary:
             replayed(core.runner, [1, 2, 4, 8])
             self.counts["walks with graphs"] += 1
+        if (loader := core.runner.adapters) is not None:
+            loader.load = functools.partial(_loaded, loader.load)  # type: ignore[method-assign]
         self._launch, core.runner.launch = core.runner.launch, self.launch  # type: ignore[method-assign]
         return core
 
@@ -208,7 +228,15 @@ class ModelWorld(World):
         params.temperature = 0.0
         params.adapter = str(self.folders[params.adapter]) if params.adapter else ""
         room = min(params.max_tokens, self.settings.longest - len(prompt))
+        own_end, params.end_id = params.end_id, -1
         following = self.alone.answer(prompt, params, room)
+        if self.ends.random() < 0.4:  # an end that comes, or would if it were not held back
+            params.end_id = self.ends.choice(following[:room])
+            params.min_tokens = self.ends.choice([0, 1, 3, room // 2, room])
+            following = self.alone.answer(prompt, params, room)
+            self.counts["ends held back"] += params.min_tokens > 0
+        else:
+            params.end_id = own_end
         if self.proposer is not None:
             self.proposer.sequences.append(prompt + following)
         ends = self.loop.scheduler.table.end_ids.tolist()

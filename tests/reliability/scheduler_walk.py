@@ -227,6 +227,8 @@ def expected(
 class World:
     """A loop with its device and its clients. Events are methods; each turn of the loop is checked."""
 
+    patience_s = 0.002  # of requests that wait for an adapter's place
+
     def __init__(self, settings: Settings, seed: int) -> None:
         """seed: of what the device does and when."""
         self.settings = settings
@@ -369,7 +371,7 @@ class World:
     def step(self) -> None:
         """One turn of the loop; the engine's own check of all invariants is part of it."""
         files = mock.patch.object(engine_adapters, "adapter_state", self._files)
-        with files, mock.patch.object(engine_adapters, "PATIENCE_S", 0.002):
+        with files, mock.patch.object(engine_adapters, "PATIENCE_S", self.patience_s):
             assert self.loop.step()
         self._end_loads()
         assert not self.wrong, self.wrong
