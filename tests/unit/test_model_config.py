@@ -500,6 +500,13 @@ def test_chunks_count_where_sequences_are_longer(tmp_path):
             read_spec(tmp_path, changes=keys)
 
 
+def test_llama_4_as_published_has_every_fourth_layer_without_positions(tmp_path):
+    make_checkpoint("llama4", tmp_path)
+    published = read_spec(tmp_path, changes={"no_rope_layers": [], "layer_types": None})
+    assert [mixer.rope is None for mixer in published.attentions] == [False, False, False, True]
+    assert [mixer.variant for mixer in published.attentions] == ["chunked"] * 3 + [""]
+
+
 def test_means_of_quantised_weights_cannot_be_taken(tmp_path):
     """LayerNorm's mean is taken from the weights, which FP8 made on load has and FP8 as stored does not."""
     spec = read_spec(make_checkpoint("mpt", tmp_path))

@@ -464,7 +464,7 @@ class Config:
         """For each layer 1 if it has a rotary embedding, else 0; by default every fourth has none."""
         interval, count = self.count_or("no_rope_layer_interval", 4), self.num_layers
         rotated = self.raw.get("no_rope_layers")
-        if rotated is None:
+        if rotated in (None, []):
             rotated = [int((index + 1) % interval != 0) for index in range(count)]
         if type(rotated) is not list or len(rotated) != count or any(each not in (0, 1) for each in rotated):
             raise ValueError(
