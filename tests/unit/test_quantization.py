@@ -135,6 +135,8 @@ def test_refused_by_name(case):
         ("lm_head", "lm_head", True),
         ("model.layers.1", "model.layers.1.mlp.up_proj", True),
         ("model.layers.1", "model.layers.11.mlp.up_proj", False),
+        ("model.layers.1.", "model.layers.1.mlp.up_proj", True),
+        ("model.layers.1.", "model.layers.11.mlp.up_proj", False),
         ("down_proj", "model.layers.0.mlp.down_proj", True),
         ("mlp.down", "model.layers.0.mlp.down_proj", False),
         ("model.layers.*.mlp*", "model.layers.7.mlp.down_proj", True),

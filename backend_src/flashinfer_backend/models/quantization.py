@@ -103,7 +103,7 @@ def read_quantization(raw: dict[str, Any], hf_quant: dict[str, Any]) -> Quantiza
     if method == "gptq":
         ignored += _gptq_ignored(config)
     patterns = [name for name in ignored if name.startswith("re:") or "*" in name]
-    names = frozenset(ignored) - set(patterns)
+    names = frozenset(name.strip(".") for name in ignored) - set(patterns)  # some say model.layers.0.
     return Quantization(readers[method](config), names, tuple(map(_pattern, patterns)))
 
 
