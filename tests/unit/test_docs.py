@@ -255,6 +255,14 @@ def test_manifests_name_each_other():
         assert {m["name"] for m in each["volumeMounts"]} == {volume["name"] for volume in volumes}
 
 
+def test_probes_ask_the_port_of_tritonserver():
+    (served,) = [each for each in deployed("inference-gateway.yaml") if each["kind"] == "LLMInferenceService"]
+    (container,) = served["spec"]["template"]["containers"]
+    (port,) = re.findall(r"--http-port (\d+)", " ".join(container["args"]))
+    assert f"http://127.0.0.1:{port}" in container["livenessProbe"]["exec"]["command"]
+    assert container["startupProbe"]["httpGet"] == container["readinessProbe"]["httpGet"]
+
+
 def test_composed_images_share_no_cache():
     """One that runs as root would own what another, which does not, has to write to."""
     (compose,) = deployed("compose.yaml")
