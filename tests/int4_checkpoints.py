@@ -62,6 +62,7 @@ class Int4Layout:
 
 
 BF16 = torch.bfloat16
+MIXTRAL = {"mlp.": "block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 NEVER_QWEN = "self_attn.", "linear_attn.", "mlp.shared_expert."
 INT4_LAYOUTS: dict[str, Int4Layout] = {
     "awq": Int4Layout("awq", AWQ | {"group_size": 64}, 64),
@@ -219,6 +220,9 @@ def make_int4(layout_name: str, kind: str, folder: Path, **sizes: Any) -> Quanti
         seed = 4 * int(layer) + ("self_attn.o", "mlp.d", "mlp", "self").index(
             next(start for start in ("self_attn.o", "mlp.d", "mlp", "self") if part.startswith(start))
         )
+        if kind == "mixtral":
+            for usual, own in MIXTRAL.items():
+                name = name.replace(usual, own)
         groups = Groups.of(tensors.pop(f"{name}.weight"), layout, seed)
         module.weight.data.copy_(groups.weight())
         bias = {"bias": tensors[f"{name}.bias"]} if f"{name}.bias" in tensors else {}

@@ -29,6 +29,7 @@ CASES = [(layout, "llama") for layout in INT4_LAYOUTS if layout != "gptq-qwen3.5
     ("packed-zeros", "qwen3"),
     ("gptq-ordered", "mistral"),
     ("awq", "qwen3-moe"),
+    ("awq", "mixtral"),
     ("gptq", "qwen3-moe-mixed"),
     ("packed", "qwen3-moe"),
     ("awq", "qwen3.5"),
