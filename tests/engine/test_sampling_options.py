@@ -265,7 +265,7 @@ def test_extreme_biases_and_penalties_harm_nobody(checkpoint, tmp_path, extreme,
         assert expected is None or client.tokens[odd] == expected
 
 
-def test_a_request_without_an_allowed_token_fails_alone(checkpoint, model, tmp_path):
+def test_a_request_without_an_allowed_token_fails_alone(checkpoint, model, tmp_path, caplog):
     prompts = make_prompts(5)
     first = greedy(model, prompts[0], 2)
     core = start_core(checkpoint)
@@ -292,6 +292,7 @@ def test_a_request_without_an_allowed_token_fails_alone(checkpoint, model, tmp_p
         again = client.submit(prompts[0] + first[:1], plain)
         client.wait([again])
         check(model, client, again, prompts[0] + first[:1], plain)
+    assert not [record for record in caplog.records if "failed" in record.getMessage()]
 
 
 def test_no_log_prob_for_an_end_id(checkpoint, model, tmp_path):

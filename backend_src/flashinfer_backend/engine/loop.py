@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from flashinfer_backend.core.request import Request
+from flashinfer_backend.core.sampling_params import NO_TOKEN_LEFT
 from flashinfer_backend.core.step import Feeds, StepPlan
 from flashinfer_backend.engine.adapters import AdapterPreparation
 from flashinfer_backend.engine.admission import Admission, RefusedError
@@ -243,7 +244,8 @@ class EngineLoop:
         """End the sequence that has a slot."""
         request = self.scheduler.table.requests[slot]
         if request is not None:
-            log.error("request %d failed: %s", request.handle, why)
+            if why != NO_TOKEN_LEFT:  # what the client asked for
+                log.error("request %d failed: %s", request.handle, why)
             self.scheduler.release(request)
             self._send_failure(request, why)
 
