@@ -139,6 +139,7 @@ def test_each_sequence_has_its_adapter(made: tuple[Path, list[Path]], tmp_path: 
     assert core.scheduler.preemptions and core.scheduler.prompt_tokens_reused
 
 
+@pytest.mark.parametrize("made", ["phi3", "qwen3.5"], indirect=True)
 @pytest.mark.parametrize(
     "settings", [{"quantization": "fp8"}, {"speculative_method": "ngram"}], ids=["FP8", "drafts"]
 )
@@ -238,6 +239,7 @@ def test_ranks_have_their_shares(made: tuple[Path, list[Path]], tmp_path: Path, 
     core.close()
 
 
+@pytest.mark.parametrize("made", ["llama"], indirect=True)
 def test_what_is_wrong_with_an_adapter_fails_its_requests_alone(
     made: tuple[Path, list[Path]], tmp_path: Path
 ) -> None:
@@ -254,6 +256,7 @@ def test_what_is_wrong_with_an_adapter_fails_its_requests_alone(
     (pipe / "adapter_model.safetensors").touch()
     (cut / "adapter_model.safetensors").write_bytes(b"0" * 100)
     config = json.loads((broken / "adapter_config.json").read_text())
+    plain, adapted = (merged(model, each, prompts, 24) for each in (None, adapters[0]))
     core = start_core(model, max_seq_len=160, max_lora_rank=16, max_loras=1)
     with serve(core, tmp_path / "run") as client:
         for folder, change, said in (
@@ -273,15 +276,15 @@ def test_what_is_wrong_with_an_adapter_fails_its_requests_alone(
             going_on, failing = client.submit(prompts[0], asks(None)), client.submit(prompts[0], asks(folder))
             client.wait([going_on, failing])
             assert said in client.failure[failing].message
-            assert client.tokens[going_on] == merged(model, None, prompts, 24)[0]
+            assert client.tokens[going_on] == plain[0]
         # A file that is written anew is another adapter, and the place that failed is free.
         (broken / "adapter_config.json").write_text(json.dumps(config))
         client.failure.clear()
-        assert client.generate(prompts, asks(broken)) == merged(model, adapters[0], prompts, 24)
+        assert client.generate(prompts, asks(broken)) == adapted
         # So is one whose settings alone are others.
         (broken / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 6 * config["r"]}))
         changed = merged(model, broken, prompts, 24)
-        assert client.generate(prompts, asks(broken)) == changed != merged(model, adapters[0], prompts, 24)
+        assert client.generate(prompts, asks(broken)) == changed != adapted
 
 
 def test_an_adapter_that_failed_for_a_cancelled_request_is_tried_again(tmp_path: Path) -> None:

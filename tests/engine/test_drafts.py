@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +106,18 @@ def reported(client: Any, request: int) -> list[list[float]]:
     return told
 
 
+@pytest.fixture(scope="module")
+def without(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[Any, ...]]:
+    """Answers to `parameters()` without drafts, by max_tokens_in_paged_kv_cache."""
+
+    @functools.cache
+    def made(blocks: int) -> tuple[Any, ...]:
+        folder = tmp_path_factory.mktemp("without")
+        return answers(folder, parameters(), max_tokens_in_paged_kv_cache=blocks)
+
+    return made
+
+
 @pytest.mark.parametrize(
     ("count", "spoilt", "blocks", "graphs"),
     some(
@@ -112,15 +126,18 @@ def reported(client: Any, request: int) -> list[list[float]]:
     ),
 )
 def test_tokens_are_those_of_steps_without_drafts(
-    count: int, spoilt: float, blocks: int, graphs: bool, tmp_path: Path
+    count: int, spoilt: float, blocks: int, graphs: bool, tmp_path: Path, without: Any
 ):
-    settings: dict[str, Any] = {"max_tokens_in_paged_kv_cache": blocks}
-    expected, told, core, loop = answers(tmp_path / "without", parameters(), **settings)
+    expected, told, core, loop = without(blocks)
     assert not blocks or core.scheduler.preemptions
     proposer = Replay(count, spoilt)
     proposer.sequences = [prompt + tokens for prompt, (tokens, _) in zip(PROMPTS, expected, strict=False)]
     found, retold, _, drafted = answers(
-        tmp_path / "with", parameters(), proposer=proposer, graphs=graphs, **settings
+        tmp_path / "with",
+        parameters(),
+        proposer=proposer,
+        graphs=graphs,
+        max_tokens_in_paged_kv_cache=blocks,
     )
     assert found == expected
     for again, once in zip(retold, told, strict=True):
@@ -158,10 +175,10 @@ def test_layers_with_windows_check_drafts(windows: str, graphs: bool, tmp_path: 
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_drafts_come_and_go(graphs: bool, tmp_path: Path):
+def test_drafts_come_and_go(graphs: bool, tmp_path: Path, without: Any):
     """In every other step or so, half of them wrong: what a step without drafts opens a block for may stand
     before where the host expects it."""
-    expected, *_ = answers(tmp_path / "without", parameters())
+    expected, *_ = without(0)
     proposer, generator = Replay(4, 0.5), np.random.default_rng(3)
     proposer.sequences = [prompt + tokens for prompt, (tokens, _) in zip(PROMPTS, expected, strict=False)]
     found, _, core, _ = answers(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What serve learns from tritonserver's output, with stand-in processes for the server."""
 
+import contextlib
 import subprocess
 import sys
 import time
@@ -96,32 +97,35 @@ def test_the_loaders_complaint_about_a_stub_is_fatal_at_once():
     assert summary == f"the server cannot start: {complaint}"
 
 
-@pytest.mark.parametrize(
-    "said, told",
-    [
-        ("Fatal Python error: init_fs_encoding", "Fatal Python error: init_fs_encoding"),
-        (f"{STAMP}pb_stub.cc:2105]  Failed to preinitialize Python stub: no model.py", "no model.py"),
-        ("", ""),
-    ],
-)
-def test_a_stub_that_ended_and_is_not_collected_is_fatal(said, told, tmp_path):
+def test_a_stub_that_ended_and_is_not_collected_is_fatal(tmp_path):
     from flashinfer_backend.launch import server_log
 
-    stub = tmp_path / "triton_python_backend_stub"
-    stub.write_text(f"#!/bin/sh\n{f'echo {said}' if said else 'true'}\n")
-    stub.chmod(0o755)
-    server = f"import subprocess, time; stub = subprocess.Popen([{str(stub)!r}]); time.sleep(60)"
-    log = server_log.ServerLog()
-    child = log.popen([sys.executable, "-c", server])
-    try:
+    ended = "a process of the Python backend ended while it was starting"
+    fatal, failed = "Fatal Python error: init_fs_encoding", "Failed to preinitialize Python stub: no model.py"
+    reasons = {
+        f"echo {fatal}": f"{ended}: {fatal}",
+        f"echo {STAMP}pb_stub.cc:2105]  {failed}": f"{ended}: no model.py",
+        "true": ended,
+    }
+    with contextlib.ExitStack() as stack:
+        servers = []
+        for number, script in enumerate(reasons):
+            stub = tmp_path / str(number) / "triton_python_backend_stub"
+            stub.parent.mkdir()
+            stub.write_text(f"#!/bin/sh\n{script}\n")
+            stub.chmod(0o755)
+            server = f"import subprocess, time; stub = subprocess.Popen([{str(stub)!r}]); time.sleep(60)"
+            log = server_log.ServerLog()
+            child = log.popen([sys.executable, "-c", server])
+            stack.callback(child.wait)
+            stack.callback(child.kill)
+            servers.append((log, child.pid))
+        found = [""] * len(servers)
         deadline = time.monotonic() + 120
-        while not (reason := log.cannot_start(child.pid)) and time.monotonic() < deadline:
+        while not all(found) and time.monotonic() < deadline:
+            found = [log.cannot_start(pid) for log, pid in servers]
             time.sleep(0.05)
-        ended = "a process of the Python backend ended while it was starting"
-        assert reason == (f"{ended}: {told}" if told else ended)
-    finally:
-        child.kill()
-        child.wait()
+    assert found == [*reasons.values()]
 
 
 @pytest.mark.parametrize(("target", "closed"), [(1, ">&-"), (2, "2>&-")])
