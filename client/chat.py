@@ -347,7 +347,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--api-key-env", metavar="NAME", help="environment variable with the API's key")
     p.add_argument(
         "--timeout", type=seconds, default=300.0, metavar="S",
-        help="give up after so many seconds without an answer (default: %(default)g)",
+        help="give up after S seconds without an answer (default: %(default)g)",
     )  # fmt: skip
     args = p.parse_args(argv)
     if args.form and args.backend != "triton":

@@ -63,7 +63,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     p.add_argument(
         "--timeout", type=seconds, metavar="S", default=300.0,
-        help="give up after so many seconds without an answer (default: %(default)g)",
+        help="give up after S seconds without an answer (default: %(default)g)",
     )  # fmt: skip
     args = p.parse_args(argv)
     sampling = [name for name in ("top_k", "top_p", "seed") if getattr(args, name) is not None]

@@ -355,7 +355,7 @@ def markdown_table() -> str:
         "(`--profile FILE`); `--set` wins.",
         "Each is written to config.pbtxt of the models named; `model_repo/` holds the defaults. Values that "
         "contradict each other or the checkpoint are refused.",
-        "Booleans may be written true, True, TRUE, 1 and false, False, FALSE, 0.",
+        "Booleans can be written true, True, TRUE, 1 and false, False, FALSE, 0.",
         "",
         "| knob | default | values | models | name in TensorRT-LLM | meaning |",
         "|---|---|---|---|---|---|",

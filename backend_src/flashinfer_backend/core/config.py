@@ -139,7 +139,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     enable_chunked_context: Annotated[bool, Setting(
         "split long prompts over several steps; false = a prompt has to fit one step")] = True
     batch_scheduler_policy: Annotated[Literal["max_utilization", "guaranteed_no_evict"], Setting(
-        "max_utilization admits while blocks last and may recompute the newest sequence later;"
+        "max_utilization admits while blocks last and can recompute the newest sequence later;"
         " guaranteed_no_evict reserves all blocks a sequence can need")] = "max_utilization"
     schedule_policy: Annotated[Literal["fcfs", "lof"], Setting(
         "which waiting request runs next: fcfs = in order of arrival; lof = largest max_tokens first: a"
