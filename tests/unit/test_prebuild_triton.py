@@ -596,8 +596,11 @@ def test_products_with_adapters_fit_the_shared_memory():
             assert kernel.preload(data).metadata.shared <= 227 << 10
 
 
-def test_products_with_adapters_are_compiled_ahead():
-    """Of any number of tokens; of one alone with one adapter's ranks only."""
+@pytest.mark.parametrize(
+    "own", [{}, {"down": entries((24, Tiling(32, 64, 128, stages=7)), (64, Tiling(64, 64, 64)))}]
+)
+def test_products_with_adapters_are_compiled_ahead(own: dict[str, Any]):
+    """Of any number of tokens; of one alone with one adapter's ranks only. own: tilings of such steps."""
     from flashinfer_backend.models.adapter_places import room
     from flashinfer_backend.ops.tilings import choose_adapted
     from flashinfer_backend.ops.triton_adapters import group_adapters
@@ -605,6 +608,7 @@ def test_products_with_adapters_are_compiled_ahead():
 
     config, numbers = replace(CONFIG, max_loras=8), tuned.load("NVIDIA H100 80GB HBM3")
     assert numbers is not None
+    numbers = msgspec.structs.replace(numbers, linear_adapted=own)
     tokens_of_steps = (1, 2, 5, 16, 17, 32, 33, 64)
 
     def empty(*shape: int, of: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -629,7 +633,15 @@ def test_products_with_adapters_are_compiled_ahead():
             lambda: prebuild_triton.call_operations(config, LLAMA, torch.bfloat16)
         )
         run = prebuild_triton.collect(steps)
+        plain = prebuild_triton.collect(
+            lambda: prebuild_triton.call_operations(CONFIG, LLAMA, torch.bfloat16)
+        )
     assert set(run) <= set(ahead)
+    deepest = [
+        max(sizes(data)["STAGES"] for kernel, data in found if kernel.__name__ == "_linear")
+        for found in (run, plain)
+    ]
+    assert deepest == [7 if own else 6, 6]
     chunks = {sizes(data)["CHUNK"] for kernel, data in run if kernel.__name__ == "_linear"}
     assert chunks == {16, 128}
 

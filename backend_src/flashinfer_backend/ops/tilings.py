@@ -29,23 +29,27 @@ def choose(role: Role, tokens: int, weight: Tensor) -> Tiling | None:
 
 
 def choose_adapted(role: Role, tokens: int, weight: Tensor) -> Tiling | None:
-    """The tiling for a weight in 16 bits with adapters, which then add to the product in its launch. Where
-    cuBLAS is faster without them: the one for all shapes. For more than a few tokens, which can have many
-    adapters, no split, where that leaves SMs to shrink and the others suffice to read the weight."""
+    """The tiling for a weight in 16 bits with adapters, which then add to the product in its launch. Of
+    shapes that were not measured with adapters, the one without them, or where cuBLAS is faster then, the one
+    for all shapes. For more than a few tokens, which can have many adapters, it is not split, where that
+    leaves SMs to helpers and the others suffice to read the weight."""
     rows, inner = weight.shape
     return _choose_adapted(role, tokens, rows, inner)
 
 
 @device.cached
 def _choose_adapted(role: Role, tokens: int, rows: int, inner: int) -> Tiling | None:
-    table = device.active().linear
-    tiling = find(table, role, tokens, (rows, inner)) or find(table, role, tokens)
+    shape, own, table = (rows, inner), device.active().linear_adapted, device.active().linear
+    if steps(own, role, shape):
+        tiling = find(own, role, tokens, shape)
+        return tiling if tiling and tiling.fits(shape, role == GATED, tokens) else None
+    tiling = find(table, role, tokens, shape) or find(table, role, tokens)
     if tiling is None:
         return None
     whole = msgspec.structs.replace(tiling, split=1)
     enough = device.sms() // 3 <= rows // tiling.rows <= device.sms() * 3 // 4
     tiling = whole if tokens > FEW and enough else tiling
-    return tiling if tiling.fits((rows, inner), role == GATED, tokens) else None
+    return tiling if tiling.fits(shape, role == GATED, tokens) else None
 
 
 @device.cached

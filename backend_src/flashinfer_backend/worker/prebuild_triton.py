@@ -458,6 +458,8 @@ def _call_dense_product(
     limits = {limit or MANY for limit, _ in steps(table, product.role, product.shape)}
     if low is not None:
         limits |= {1, FEW, *(limit or MANY for limit, _ in steps(table, product.role))}
+        own_steps = steps(device.active().linear_adapted, product.role, product.shape)
+        limits |= {limit or MANY for limit, _ in own_steps}
     for tokens in sorted(limits):
         own = None if low is None or chosen is None else (low, chosen(tokens))
         tiling = (choose if own is None else choose_adapted)(product.role, tokens, weight)

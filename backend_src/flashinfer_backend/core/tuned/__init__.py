@@ -276,6 +276,8 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
 
     Tables by role:
     linear: products with weights of 16 bits that Triton multiplies; cuBLAS takes the others.
+    linear_adapted: the same of steps with adapters, which the product then adds. A shape without steps takes
+    ops.tilings' rule.
     linear_fp8: the same of e4m3 with scales by row, whose norm is part of those that quantise.
     blocks_fp8: the same of e4m3 with 128x128 blocks. The last tile also takes the weights that cuBLAS cannot.
     int4: products with weights of 4 bits; the others are written out in 16. A shape without steps takes
@@ -301,6 +303,7 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
     experts: Table[ExpertTile]
     prompt_attention: PromptAttention
     scheduling: Scheduling
+    linear_adapted: Table[Tiling] = {}
     linear_fp8: Table[Tiling] = {}
     fp8_scaled_by_cublas: int | None = None
     fp8_gated_linear: GatedLinear | None = None
@@ -310,6 +313,7 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
         layers = tuple(role for role in ROLES if role != "head")
         for name, keys, whole in (
             ("linear", ROLES, False),
+            ("linear_adapted", ROLES, False),
             ("linear_fp8", ROLES, False),
             ("blocks_fp8", layers, True),
             ("int4", layers, False),
