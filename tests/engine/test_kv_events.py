@@ -199,6 +199,34 @@ def test_the_end_does_not_wait_for_a_router_that_reads_slowly() -> None:
     assert 0 < len(numbers) < 9000 and numbers[-1] != b"\xff" * 8
 
 
+def test_a_router_that_reads_slowly_keeps_no_other_waiting(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It reads on, so that no message waits for READS_S."""
+    monkeypatch.setattr("flashinfer_backend.engine.kv_events.ANSWER_S", 0.3)
+    monkeypatch.setattr("flashinfer_backend.engine.kv_events.READS_S", 60.0)
+    router = zmq.Context.instance().socket(zmq.ROUTER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    replay = Replay(router)
+    for number in range(9000):
+        replay.keep(number.to_bytes(8, "big"), bytes(7000))
+    with (
+        zmq.Context.instance().socket(zmq.DEALER) as slow,
+        zmq.Context.instance().socket(zmq.DEALER) as other,
+    ):
+        slow.rcvhwm, slow.rcvbuf = 1, 4096
+        for each, first in ((slow, 0), (other, 8999)):
+            each.connect(f"tcp://127.0.0.1:{port}")
+            each.send_multipart([b"", first.to_bytes(8, "big")])
+            assert slow.poll(10_000)
+        read = 0
+        while not other.poll(2):
+            read += len(slow.recv_multipart()) > 0
+        assert [other.recv_multipart()[1][-2:] for _ in range(2)] == [b"\x23\x27", b"\xff\xff"]
+    replay.close()
+    assert read < 3000 and "the rest is not sent" in caplog.text
+
+
 def test_topics_and_warnings_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
     """A client that subscribes to more and more is cut with all others, who connect again."""
     port, again = free_ports(2)

@@ -42,10 +42,11 @@ KEPT, KEPT_BYTES = 10_000, 64 << 20  # messages that can be asked for again, and
 WAITING = KEPT  # messages for a subscriber that does not keep up; later ones are dropped for it
 MOST_RECEIVED = 512  # bytes of a subscription or request; one of 200 MB held the engine up for 92 s
 MOST_TOPICS = 256  # different subscriptions of all connections; libzmq has a node for each byte of one
-UNREAD = 16  # subscriptions of a connection that wait in libzmq
+UNREAD = 16  # subscriptions or requests of a connection that wait in libzmq
 LOG_EVERY_S = 60.0
 END = b"\xff" * 8  # the number of an answer's last message
 CLOSE_S, READS_S = 0.2, 1.0  # until the end is noticed; for a router that asks and does not read
+ANSWER_S = 10.0  # for all that one asked for, while others wait
 BIND_AGAIN_S = 0.05
 IP_VARIABLE = "POD_IP"
 
@@ -143,9 +144,16 @@ class Replay:
                 continue
             with self._lock:
                 wanted = [kept for kept in self._kept if kept[0] >= rest[1]]
+            until = time.monotonic() + ANSWER_S
             try:
                 for number, batch in [*wanted, (END, b"")]:
                     if self._closed.is_set():
+                        break
+                    if time.monotonic() > until:
+                        self._log.warning(
+                            f"a router took more than {ANSWER_S:g} s to read KV events that it asked for"
+                            " again; the rest is not sent. It should ask for that by the next number"
+                        )
                         break
                     self._socket.send_multipart([client, b"", number, batch])
             except zmq.ZMQError as error:
@@ -304,9 +312,9 @@ def _bound(kind: int, knob: str, config: EngineConfig, engine: int) -> zmq.Socke
     socket.setsockopt(zmq.MAXMSGSIZE, MOST_RECEIVED)  # it closes a connection that sends more
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)  # a router whose host is gone leaves room for others
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 60)
+    socket.setsockopt(zmq.RCVHWM, UNREAD)
     if kind == zmq.XPUB:
         socket.setsockopt(zmq.SNDHWM, WAITING)
-        socket.setsockopt(zmq.RCVHWM, UNREAD)
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
