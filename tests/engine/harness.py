@@ -54,13 +54,14 @@ class Client:
 
     def submit_together(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[int]:
         """Submit requests of which none is planned before all have come: steps then do not depend on how
-        fast they come."""
+        fast they come. One that waits for an adapter or for room for logits has come: steps free both."""
         scheduler, first = self.loop.scheduler, self._next
         handles = [protocol.make_handle(self.pid, first + i) for i in range(len(prompts))]
         plan = scheduler.schedule
 
         def schedule(*args: Any) -> Any:
-            if not scheduler.requests.keys() >= set(handles):
+            waiting = len(self.loop.adapters) + len(self.loop.logits)
+            if len(set(handles) - scheduler.requests.keys()) > waiting:
                 return None
             scheduler.schedule = plan
             return plan(*args)
