@@ -219,6 +219,7 @@ def make_multimodal(kind: str, path: Path) -> Path:
         "Qwen2": ("Qwen2_5_VL", "qwen2_5_vl_text", "qwen2_5_vl_vision"),
         "Qwen3": ("Qwen3VL", "qwen3_vl_text", "qwen3_vl_vision"),
         "Qwen3Moe": ("Qwen3VLMoe", "qwen3_vl_moe_text", "qwen3_vl_moe_vision"),
+        "Exaone4": ("Exaone4_5_", "exaone4", "exaone4_5_vision"),
         "Mistral": ("Mistral3", "mistral", "pixtral"),
         "Ministral3": ("Mistral3", "ministral3", "pixtral"),
     }[architecture]
@@ -236,9 +237,12 @@ def make_multimodal(kind: str, path: Path) -> Path:
     )
     torch.manual_seed(0)
     getattr(transformers, f"{name}ForConditionalGeneration")(config).save_pretrained(path)
-    if name == "Qwen3VLMoe":  # as Qwen published them, which transformers reads but does not write
-        file = path / "model.safetensors"
-        for key, tensor in (tensors := load_file(file)).items():
-            tensors[key] = tensor.transpose(1, 2).contiguous() if ".mlp.experts." in key else tensor
-        save_file(tensors, file, metadata={"format": "pt"})
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    for key, tensor in tensors.items():  # as published, which transformers reads but does not write
+        if name == "Qwen3VLMoe" and ".mlp.experts." in key:
+            tensors[key] = tensor.transpose(1, 2).contiguous()
+    if name == "Exaone4_5_":
+        tensors["mtp.norm.weight"] = torch.ones(SIZES["hidden_size"])
+    save_file(tensors, file, metadata={"format": "pt"})
     return path

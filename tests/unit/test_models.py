@@ -395,6 +395,7 @@ def test_greedy_ids_match_transformers_in_a_mixed_batch(pair):
 @pytest.mark.parametrize(
     "kind",
     [
+        "exaone4-windows",
         "gemma3",
         "llama4",
         "mistral",

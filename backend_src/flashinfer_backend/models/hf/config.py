@@ -128,6 +128,7 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
             "rms_norm_eps": 1e-6, "rope_theta": 5e5, "num_experts_per_tok": 4, "intermediate_size": 5632,
         },
     ),
+    "Exaone4_5_ForConditionalGeneration": ("Exaone4ForCausalLM", {}),
     "Mistral3ForConditionalGeneration": (
         "MistralForCausalLM",
         {
@@ -158,7 +159,7 @@ ALIASES = (
 )
 IGNORED = (
     "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.",
-    "model.visual.", "visual.", "vision_model.",
+    "model.visual.", "visual.", "vision_model.", "mtp.",
 )  # fmt: skip
 # Norms of a layer, and the modules that have their weights.
 PRE_NORMS = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
