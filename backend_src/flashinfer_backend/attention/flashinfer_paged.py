@@ -463,7 +463,7 @@ class StepGraphState:
         attention: FlashInferAttention,
         shape: StepShape,
         block_table: Tensor,
-        lengths: Tensor | None = None,
+        lengths: Tensor | None,
     ) -> None:
         tokens, decode_rows = shape.tokens, shape.rows
         if tokens > LARGEST_GRAPH:

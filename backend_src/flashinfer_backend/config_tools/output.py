@@ -21,7 +21,7 @@ RECORD = "build.json"
 
 
 def with_record(
-    files: dict[str, bytes], command: str, llm_name: str, models: Iterable[str] = ()
+    files: dict[str, bytes], command: str, llm_name: str, models: Iterable[str]
 ) -> dict[str, bytes]:
     """The files and a record of them, by which a later build knows its own output again. models: names of
     several models."""
@@ -31,7 +31,7 @@ def with_record(
     return files | {RECORD: (json.dumps(record, indent=2) + "\n").encode()}
 
 
-def obstacle(output: Path, force: bool = False) -> str | None:
+def obstacle(output: Path, force: bool) -> str | None:
     """Why `output` must not be replaced, or None. force: files that were changed by hand may be lost."""
     if not output.exists() and not output.is_symlink():
         return None

@@ -42,7 +42,7 @@ def load_templates(model_repo: Path) -> dict[str, Any]:
     return {model: model_config.read(model_repo / model / "config.pbtxt") for model in MODELS}
 
 
-def names_of(llm_name: str, model: str = "") -> dict[str, str]:
+def names_of(llm_name: str, model: str) -> dict[str, str]:
     """Names of a repository's models, by those in MODELS. model: of one of several models in a repository,
     whose ensemble has its name; its parts' names begin with it."""
     if model:

@@ -70,7 +70,7 @@ class AdapterPlaces:
     """Room for `count` adapters of ranks up to `most_rank` in a model's weights. Steps name a place. What a
     place holds can be replaced at any time while no step names it."""
 
-    def __init__(self, model: Transformer, count: int, most_rank: int, vocabulary: bool = False) -> None:
+    def __init__(self, model: Transformer, count: int, most_rank: int, vocabulary: bool) -> None:
         """vocabulary: also in its embedding and head."""
         self.count = count
         self._stream = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
@@ -89,7 +89,7 @@ class AdapterPlaces:
                 model.embedding_adapters = own
 
     @torch.inference_mode()
-    def install(self, place: int, weights: AdapterWeights, after: torch.cuda.Event | None = None) -> None:
+    def install(self, place: int, weights: AdapterWeights, after: torch.cuda.Event | None) -> None:
         """Put an adapter into a place. On a GPU it is copied next to what runs there, once the device has
         come to `after`, and waited for."""
         with torch.cuda.stream(self._stream):  # None: no GPU

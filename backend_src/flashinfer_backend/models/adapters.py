@@ -108,7 +108,7 @@ class Adapter(NamedTuple):
         return self.folder / WEIGHTS
 
 
-def read_adapter(folder: Path, spec: ModelSpec, most_rank: int, vocabulary: bool = False) -> Adapter:
+def read_adapter(folder: Path, spec: ModelSpec, most_rank: int, vocabulary: bool) -> Adapter:
     """Read what a rank's share `spec` of the model takes from a folder with adapter_config.json and
     adapter_model.safetensors. vocabulary: whether the adapter can have matrices of the embedding and the
     head. Raises AdapterError."""

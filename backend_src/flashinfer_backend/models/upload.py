@@ -46,7 +46,7 @@ class Uploader:
     would cost a page fault for each few pages, and what a disk cannot read would end the process.
     """
 
-    def __init__(self, device: torch.device, places: Iterable[Place] = ()) -> None:
+    def __init__(self, device: torch.device, places: Iterable[Place]) -> None:
         self._device = device
         self._cuda = device.type == "cuda"
         self._chunks = _chunks(places)

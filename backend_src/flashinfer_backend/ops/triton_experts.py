@@ -475,7 +475,7 @@ def _sum(
     tl.store(out + row * columns + n, total.to(out.dtype.element_ty), mask=inside)
 
 
-def add_up(products: Tensor, residual: Tensor | None, tokens: int, weights: Tensor | None = None) -> Tensor:
+def add_up(products: Tensor, residual: Tensor | None, tokens: int, weights: Tensor | None) -> Tensor:
     """The sum of each token's rows of products[T k, H], and residual[T, H] -> [T, H]. weights[T, k]: rows are
     left out where they are 0."""
     columns = products.shape[1]

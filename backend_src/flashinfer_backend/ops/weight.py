@@ -50,9 +50,9 @@ class Stored(NamedTuple):
     elsewhere: bool = False
 
     @classmethod
-    def into(cls, target: Tensor, dtypes: tuple[str, ...] = FLOATS) -> Stored:
+    def into(cls, target: Tensor) -> Stored:
         """All of a tensor of the target's shape."""
-        return cls((tuple(target.shape),), dtypes, target.copy_)
+        return cls((tuple(target.shape),), FLOATS, target.copy_)
 
     @classmethod
     def part_into(cls, target: Tensor, part: Part, dtypes: tuple[str, ...] = FLOATS) -> Stored:

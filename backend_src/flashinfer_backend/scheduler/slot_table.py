@@ -15,7 +15,7 @@ class SlotTable:
     the owner left are recognised and dropped.
     """
 
-    def __init__(self, slots: int, max_seq_len: int, end_ids: tuple[int, ...] = ()) -> None:
+    def __init__(self, slots: int, max_seq_len: int, end_ids: tuple[int, ...]) -> None:
         """end_ids: of the checkpoint. A sequence that ends with one of them ends with each."""
         self.end_ids = np.array(end_ids if len(end_ids) > 1 else (), np.int32)
         self.requests: list[Request | None] = [None] * slots

@@ -34,7 +34,7 @@ class Engines:
     def __init__(
         self,
         run_dir: Path,
-        count: int = 1,
+        count: int,
         keeper: Keeper | None = None,
         reuse: bool = True,
         period_s: float = 0.1,

@@ -30,7 +30,7 @@ class GrammarPreparation(Waiting[Future[Grammar]]):
     poll_ms = 2
     overtaken = False
 
-    def __init__(self, model_dir: str, vocab_size: int, enabled: bool = True) -> None:
+    def __init__(self, model_dir: str, vocab_size: int, enabled: bool) -> None:
         super().__init__(left=Future.cancel)
         self._compiler = GrammarCompiler(model_dir, vocab_size)
         threads = min(MOST_THREADS, max(2, len(os.sched_getaffinity(0)) - 2))

@@ -30,9 +30,7 @@ class StopMatch(NamedTuple):
 class StopWords:
     """The words that sequences are searched for; immutable, and shared by sequences with the same words."""
 
-    def __init__(
-        self, words: Sequence[str], hold_back: bool = False, id_words: Sequence[Sequence[int]] = ()
-    ) -> None:
+    def __init__(self, words: Sequence[str], hold_back: bool, id_words: Sequence[Sequence[int]]) -> None:
         """words: stop words, empty ones are ignored. hold_back: whether their beginnings are held back.
         id_words: stop words that are exactly these ids, such as those with ids that write no text."""
         # Each automaton takes the same steps for any number of words.

@@ -57,11 +57,11 @@ class Endpoint:
     def __init__(
         self,
         run_dir: Path,
-        ensure: Callable[[], None] = lambda: None,
-        on_status: Callable[[protocol.Status], None] = lambda status: None,
-        on_load: Callable[[], None] = lambda: None,
-        index: int = 0,
-        count: int = 1,
+        ensure: Callable[[], None],
+        on_status: Callable[[protocol.Status], None],
+        on_load: Callable[[], None],
+        index: int,
+        count: int,
     ) -> None:
         """run_dir: the engine's. ensure: called while there is no engine, as Keeper.ensure is, to have one
         started. on_load: open_sequences or tokens_to_compute has changed; called on any thread. index, count:

@@ -65,9 +65,7 @@ class _Server(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = 1024
 
-    def __init__(
-        self, address: Address, port: int, answer: Answer, listener: socket.socket | None = None
-    ) -> None:
+    def __init__(self, address: Address, port: int, answer: Answer, listener: socket.socket | None) -> None:
         self.answer = answer
         self.address_family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
         super().__init__((str(address), port), _Handler, bind_and_activate=listener is None)

@@ -27,6 +27,7 @@ from flashinfer_backend.worker import prebuild_triton
 BLOCK_SIZE = 16  # tokens of a block of the cache
 BYTES = 160 << 20  # of a cache that a graph goes through: three times an H200's L2
 MOST_LOGITS = 256
+CONTEXTS = (1152, 256, 4096)  # tokens behind decode rows
 REPLAYS = 7  # of each graph
 # Of a result's norm: rounding, and tokens that choose other experts by it, are some hundredths; a wrong tile
 # gives something else altogether.
@@ -184,21 +185,19 @@ class DecodeBench:
     half of each context to one and a half. A time is the geometric mean over the contexts. The calls of a
     graph read blocks of their own, more than L2 holds."""
 
-    def __init__(self, spec: ModelSpec, cache: Cache, contexts: Sequence[int] = (1152, 256, 4096)) -> None:
+    def __init__(self, spec: ModelSpec, cache: Cache) -> None:
         attention = spec.attention
         self.heads, self.kv_heads, self.dim = attention.heads, attention.kv_heads, attention.head_dim
-        self.fp8, self.contexts = cache == "e4m3", contexts
+        self.fp8 = cache == "e4m3"
 
     def steps(self, rows: int, candidates: Sequence[Tuned]) -> list[float]:
         """See search.Bench."""
         found = [1.0] * len(candidates)
-        for context in self.contexts:
+        for context in CONTEXTS:
             rng = np.random.default_rng(rows * 1000003 + context)
             lens = rng.integers(context - context // 2, context + context // 2 + 1, rows).astype(np.int32)
             times = compare(self.call(lens), candidates)
-            found = [
-                product * us ** (1 / len(self.contexts)) for product, us in zip(found, times, strict=True)
-            ]
+            found = [product * us ** (1 / len(CONTEXTS)) for product, us in zip(found, times, strict=True)]
         return found
 
     def waves(self) -> dict[int, float]:

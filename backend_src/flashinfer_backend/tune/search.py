@@ -24,6 +24,7 @@ Fields = Any
 Kind = Literal["dense", "rows"]  # weights of the gated kernel: of 16 bits, or in e4m3 with scales by row
 
 MANY = 1024  # tokens of a step for which no tiling is measured, and the gated kernel is
+MOST_SHOWN = 2048  # tokens of the largest step whose choices are compared
 FASTER = 0.998  # of a step's time: less of a gain is within what repeats differ by
 
 
@@ -189,12 +190,12 @@ def _with_gated_kernel(
     return numbers
 
 
-def changes(before: Tuned, after: Tuned, cases: Sequence[Case], most: int = 2048) -> list[str]:
-    """What is chosen otherwise for steps of up to `most` tokens, one line a run of tokens."""
+def changes(before: Tuned, after: Tuned, cases: Sequence[Case]) -> list[str]:
+    """What is chosen otherwise for steps of up to MOST_SHOWN tokens, one line a run of tokens."""
     lines = []
     for case in cases:
         runs: list[tuple[int, int, str]] = []
-        for tokens in range(1, most + 1):
+        for tokens in range(1, MOST_SHOWN + 1):
             old, new = case.now(before, tokens), case.now(after, tokens)
             if old == new:
                 continue

@@ -50,8 +50,8 @@ class DeviceState:
         ops: ModuleType,
         groups: Sequence[CacheGroup],
         caches: Sequence[KVCache],
-        proposer: Proposer | None = None,
-        states: StateCache | None = None,
+        proposer: Proposer | None,
+        states: StateCache | None,
     ) -> None:
         """states: where layers keep some; rows are slots, the dummy, and behind it snapshots, whose numbers
         begin with 1."""
@@ -104,7 +104,7 @@ class DeviceState:
         self.staging = StagingRing(16 * config.max_num_tokens, self.device)
         self.attention = self._make_attention(config, proposer)
 
-    def _make_attention(self, config: EngineConfig, proposer: Proposer | None = None) -> Mixer:
+    def _make_attention(self, config: EngineConfig, proposer: Proposer | None) -> Mixer:
         plain = config.attention_backend == "torch" or self.device.type == "cpu"
         chosen = self._plain_attention() if plain else self._flashinfer_attention(config, proposer)
         if not config.compare_attention:
@@ -122,7 +122,7 @@ class DeviceState:
             ]
         )
 
-    def _flashinfer_attention(self, config: EngineConfig, proposer: Proposer | None = None) -> Mixer:
+    def _flashinfer_attention(self, config: EngineConfig, proposer: Proposer | None) -> Mixer:
         from flashinfer_backend.attention.copies import copied_blocks
         from flashinfer_backend.attention.flashinfer_paged import FlashInferAttention
 
@@ -214,9 +214,7 @@ class DeviceState:
             decodes = plan.num_decodes
         return self._recurrent(slots, starts, positions[starts[:-1]], decodes, *kept)
 
-    def recurrent_decodes(
-        self, slots: torch.Tensor, positions: torch.Tensor, feeds: int = 1
-    ) -> Recurrent | None:
+    def recurrent_decodes(self, slots: torch.Tensor, positions: torch.Tensor, feeds: int) -> Recurrent | None:
         """The same of rows of as many tokens each, of which padding is as drafts that are rejected."""
         if self.states is None:
             return None

@@ -135,7 +135,7 @@ class DecodeGraphs:
         state: DeviceState,
         sizes: list[int],
         capture: GraphCapture,
-        drafting: Drafting | None = None,
+        drafting: Drafting | None,
         adapted: bool = False,
     ) -> None:
         """adapted: rows have adapters, by their slots."""

@@ -78,8 +78,8 @@ class Runner:
         self,
         config: EngineConfig,
         state: DeviceState,
-        proposer: Proposer | None = None,
-        adapters: AdapterLoader | None = None,
+        proposer: Proposer | None,
+        adapters: AdapterLoader | None,
     ) -> None:
         """proposer: of drafts, as of the state. adapters: where the model has room for some."""
         drafts = proposer.count if proposer is not None else 0

@@ -576,7 +576,7 @@ class Config:
                 found[kind]["rope_theta"] = self.raw.get(key)
         return found
 
-    def rope(self, head_dim: int, theta: float = ROPE_THETA, partial: float | None = None) -> Rope:
+    def rope(self, head_dim: int, theta: float, partial: float | None) -> Rope:
         """That of all layers. theta, partial: where no key says so. partial None: all of a head is
         rotated."""
         found = self.rope_keys()
@@ -592,9 +592,7 @@ class Config:
             found["rope_theta"] = self.raw.get("rope_theta")
         return self.rope_of(found, head_dim, theta, partial is not None)
 
-    def rope_of(
-        self, found: dict[str, Any], head_dim: int, otherwise: float = ROPE_THETA, parts: bool = False
-    ) -> Rope:
+    def rope_of(self, found: dict[str, Any], head_dim: int, otherwise: float, parts: bool = False) -> Rope:
         """By the keys of one kind of layer. otherwise: theta where there is none. parts: whether a part of a
         head can be what is rotated."""
         raw, place = self.raw, "rope_scaling" if self.raw.get("rope_scaling") else "rope_parameters"

@@ -12,6 +12,7 @@ from flashinfer_backend.models.errors import UnsupportedModelError
 from flashinfer_backend.models.hf.config import Config
 from flashinfer_backend.models.spec import ModelSpec, Product
 
+STEEPEST = 8  # minus the exponent of 2 in the last slope
 NAMES = {
     "num_attention_heads": "n_heads",
     "hidden_size": "d_model",
@@ -70,11 +71,11 @@ def mpt(config: Config) -> ModelSpec:
     return replace(model, aliases=ALIASES)
 
 
-def slopes(heads: int, steepest: int = 8) -> tuple[float, ...]:
+def slopes(heads: int) -> tuple[float, ...]:
     """ALiBi's slope of each head as in MPT's own code: the slopes of the next power of two, every second
     first."""
     count = 2 ** math.ceil(math.log2(heads))
-    every = [2 ** (-steepest * (index + 1) / count) for index in range(count)]
+    every = [2 ** (-STEEPEST * (index + 1) / count) for index in range(count)]
     return tuple(every if count == heads else [*every[1::2], *every[::2]][:heads])
 
 

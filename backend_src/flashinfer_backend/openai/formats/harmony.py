@@ -26,7 +26,7 @@ class HarmonyReader:
     """<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>..., with special
     tokens as text. A message to a function is a call. A line break separates two messages of one kind."""
 
-    def __init__(self, whole_arguments: bool = False) -> None:
+    def __init__(self, whole_arguments: bool) -> None:
         """whole_arguments: arguments are whole JSON, so that marks in their strings end no message."""
         self._whole = whole_arguments
         self._value: ValueScanner | None = None

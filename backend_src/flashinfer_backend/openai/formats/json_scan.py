@@ -178,10 +178,9 @@ class CallScanner:
 class CallListScanner:
     """Calls in a JSON array, read like CallScanner."""
 
-    def __init__(self, names: Collection[str] | None = None) -> None:
+    def __init__(self) -> None:
         self.done = self.failed = self.begun = False
         self.raw = ""
-        self._names = names
         self._state = "open"
         self._call: CallScanner | None = None
 
@@ -199,7 +198,7 @@ class CallListScanner:
                 at += 1
             elif self._state in ("open", "item") and text[at] == ("[" if self._state == "open" else "{"):
                 if self._state == "item":
-                    self._call = CallScanner(self._names)
+                    self._call = CallScanner()
                 else:
                     self._state, at = "item", at + 1
             elif self._state == "next" and text[at] in ",]":

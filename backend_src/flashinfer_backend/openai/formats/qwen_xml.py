@@ -35,7 +35,7 @@ class QwenXmlReader(MarkedReader):
 
     mark, slip = "<tool_call>", FUNCTION
 
-    def __init__(self, schemas: Mapping[str, Mapping[str, Any]], guided: Collection[str] = ()) -> None:
+    def __init__(self, schemas: Mapping[str, Mapping[str, Any]], guided: Collection[str]) -> None:
         """schemas: the JSON schema of each function's parameters. guided: functions that a guide holds to
         theirs."""
         super().__init__()

@@ -15,7 +15,7 @@ class ThinkReader:
     reasoning is closed, or the text ends.
     """
 
-    def __init__(self, rest: Reader, inside: bool, marks: tuple[str, ...] = ()) -> None:
+    def __init__(self, rest: Reader, inside: bool, marks: tuple[str, ...]) -> None:
         """inside: the prompt has opened the reasoning, so the text begins with it. marks: those of calls."""
         self._rest, self._marks = rest, marks
         self._state = "opened" if inside else "before"
