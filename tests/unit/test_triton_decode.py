@@ -39,6 +39,7 @@ def check(
     soft_cap: float | None = None,
     sinks: bool = False,
     in_fp8: bool = True,
+    block_size: int = BLOCK_SIZE,
 ) -> None:
     """Against float64."""
     from flashinfer_backend.attention import split, triton_decode
@@ -49,13 +50,13 @@ def check(
     from flashinfer_backend.ops import device, fp8
 
     torch.manual_seed(0)
-    rows, blocks = len(lengths), sum(-(-length // BLOCK_SIZE) for length in lengths)
+    rows, blocks = len(lengths), sum(-(-length // block_size) for length in lengths)
     lens, slots = np.array(lengths, np.int32), np.arange(rows, dtype=np.int32)[::-1].copy()
     order, table = iter(torch.randperm(blocks).tolist()), torch.zeros(rows, 48, dtype=torch.int32)
     for slot, length in zip(slots.tolist(), lengths, strict=True):
-        for column in range(-(-length // BLOCK_SIZE)):
+        for column in range(-(-length // block_size)):
             table[slot, column] = next(order)
-    shape = (blocks, BLOCK_SIZE, kv_heads, dim)
+    shape = (blocks, block_size, kv_heads, dim)
     scales = SCALES if in_fp8 else (1.0, 1.0)
     values = [torch.randn(shape) for _ in scales]
     cache = tuple(
@@ -287,6 +288,8 @@ if __name__ == "__main__":
         check_prefixes(*shape)
     for tile in TILES:
         check(*tile)
+    for tile, block_size in [((16, 4, 16), 64), ((64, 8, 2), 64), ((64, 8, 2), 32)]:
+        check(*tile, window=70, block_size=block_size)
     check_elements()
     check_sinks()
     check_gather()

@@ -180,6 +180,13 @@ def _decode(
         end = tl.minimum(end, length)
         if WINDOW:  # blocks that no query sees may be those of another row by now
             start = tl.maximum(start, length - fed + 1 - WINDOW)
+    # Numbers of blocks are read one step before their keys are: loads that wait for others halve the stages.
+    # Steps begin with a block or a part of one, so that of a token's place its block alone changes.
+    PIECE: tl.constexpr = min(TILE, BLOCK_SIZE)
+    pieces, within = tl.arange(0, TILE // PIECE) * PIECE, tl.arange(0, PIECE) * TOKEN
+    aligned, last_column = start // PIECE * PIECE, (end - 1) // BLOCK_SIZE
+    next_block = tl.load(blocks + tl.minimum((aligned + pieces) // BLOCK_SIZE, last_column))
+    own_tokens = tl.maximum(end - start, 0).to(tl.uint32)
     gdc_wait()
     group = tl.arange(0, GROUP)
     if FEEDS == 1:
@@ -203,19 +210,23 @@ def _decode(
         odd = tl.zeros([GROUP, DIM // 2], tl.float32)
     else:
         acc = tl.zeros([GROUP, DIM], tl.float32)
-    for base in tl.range(start, end, TILE, num_stages=STAGES):
+    for base in tl.range(aligned, tl.where(end > start, end, aligned), TILE, num_stages=STAGES):
         index = base + tokens
-        valid = index < end
-        block = tl.load(blocks + index // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
-        offset = (block * BLOCK_SIZE + index % BLOCK_SIZE) * TOKEN + head * DIM
-        key = tl.load(k_cache + offset[:, None] + dims[None, :], mask=valid[:, None], other=0.0)
+        valid = (index - start).to(tl.uint32) < own_tokens
+        begin = next_block.to(tl.int64) * (BLOCK_SIZE * TOKEN) + head * DIM
+        if BLOCK_SIZE > PIECE:
+            begin += base % BLOCK_SIZE * TOKEN
+        next_block = tl.load(blocks + tl.minimum((base + TILE + pieces) // BLOCK_SIZE, last_column))
+        offset = tl.multiple_of((begin[:, None] + within[None, :]).reshape(TILE), DIM)
+        # A score of what is not valid is not used; its value, times 0, is, and may be no number.
+        key = tl.load(k_cache + offset[:, None] + dims[None, :])
         score = tl.dot(query, key.to(query.dtype).T) * scale_log2
         if cap_log2 is not None:  # tanh
             score = (2 * tl.sigmoid(2 * score) - 1) * cap_log2
         if FEEDS == 1:
             score = tl.where(valid[None, :], score, float("-inf"))
         else:
-            score = tl.where(index[None, :] < tl.minimum(sees, end)[:, None], score, float("-inf"))
+            score = tl.where(valid[None, :] & (index[None, :] < sees[:, None]), score, float("-inf"))
             if WINDOW:
                 score = tl.where(index[None, :] >= (sees - WINDOW)[:, None], score, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(score, axis=1))

@@ -286,15 +286,14 @@ def expert_blocks(tokens: int, scales: Scales) -> list[ExpertBlock]:
     return [block for block in found if scales != "blocks" or (block.inner == 128 and block.rows <= 128)]
 
 
-# Decode attention. Block, stages, warps and registers. The block table is loaded ahead of keys and values, so
-# 3 stages hold one block of a program in shared memory, 5 two and 7 three; a token has 256 bytes of e4m3.
-# Registers are limited where more programs fit an SM then and little is spilled. One warp spills with blocks
-# of 64 tokens, two with 128.
+# Decode attention. Block, stages, warps and registers. With 2 stages shared memory holds one block of a
+# program, with 3 two and with 4 three; a token has 256 bytes of e4m3. Registers are limited where more
+# programs fit an SM then and little is spilled. One warp spills with blocks of 64 tokens, two with 128.
 FORMS: tuple[tuple[int, int, int, int | None], ...] = (
-    (16, 5, 1, None), (32, 3, 1, None), (32, 5, 1, None), (32, 7, 1, None), (32, 5, 1, 128), (32, 5, 2, None),
-    (64, 3, 2, None), (64, 5, 2, None), (64, 7, 2, None), (64, 5, 2, 168), (32, 5, 4, None), (64, 3, 4, None),
-    (64, 5, 4, None), (64, 7, 4, None), (64, 5, 4, 128), (128, 3, 4, None), (128, 5, 4, None),
-    (128, 7, 4, None), (128, 5, 8, None), (128, 5, 8, 128),
+    (16, 3, 1, None), (32, 2, 1, None), (32, 3, 1, None), (32, 4, 1, None), (32, 3, 1, 128), (32, 3, 2, None),
+    (64, 2, 2, None), (64, 3, 2, None), (64, 4, 2, None), (64, 3, 2, 168), (32, 3, 4, None), (64, 2, 4, None),
+    (64, 3, 4, None), (64, 4, 4, None), (64, 3, 4, 128), (128, 2, 4, None), (128, 3, 4, None),
+    (128, 4, 4, None), (128, 3, 8, None), (128, 3, 8, 128),
 )  # fmt: skip
 PROGRAMS = {1: (4, 8, 16), 2: (2, 4, 8), 4: (2, 4, 8), 8: (1, 2, 4)}  # for each SM, by warps
 SHORT = 64  # rows, up to which programs are short: what they load before they may begin counts
