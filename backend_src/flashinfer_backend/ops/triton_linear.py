@@ -91,7 +91,9 @@ def _linear(
             tokens, rows, eps, tl.program_id(0), tl.program_id(1), K, TOKENS, ROWS, INNER, SPLIT, NORM, GATED,
             SWAP, PREFETCH, EARLY, STAGES, THREADS, QUANTISE, NATIVE, PARTS, RANK, SPLITS, STEP, CHUNK,
         )  # fmt: skip
-    # The programs that others wait for come first: a GPU starts them in this order.
+    # The programs that others wait for come first, and wait for none. Where all programs fit a GPU at once,
+    # as in most launches for few tokens, they run in any case. In longer launches they do if a GPU starts
+    # programs by their number: every one so far does, but CUDA does not promise it.
     elif tl.program_id(0) < shrinkers:
         shrink_beside(
             x, norm_weight, down_adapters, places, distinct, inner, arrived, tokens, tl.program_id(0),
