@@ -17,12 +17,19 @@ import threading
 import time
 from importlib import util as importlib_util
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from flashinfer_backend.core.parent import end_with_parent
 from flashinfer_backend.openai.model import Model
 from flashinfer_backend.transport.addresses import MOST_FILES, raise_open_files
+
+if TYPE_CHECKING:  # the parent reads this module too, and needs none of these
+    import uvicorn
+
+    from flashinfer_backend.openai.door import Door
+    from flashinfer_backend.openai.metrics import Metrics
 
 PACKAGES = ("fastapi", "uvicorn", "uvloop", "httptools", "prometheus_client")
 NO_MODEL = 3  # exit status: the checkpoint cannot be read, and could not the next time
@@ -101,34 +108,81 @@ def main() -> int:
 
 
 async def _run(options: WorkerOptions) -> int:
-    import uvicorn
-
-    from flashinfer_backend.openai.app import Access, make_app
-    from flashinfer_backend.openai.connection import ConnectionLimits, limited_config
-    from flashinfer_backend.openai.door import Door
-    from flashinfer_backend.openai.link import EngineLink, LogitsRoom
     from flashinfer_backend.openai.metrics import Metrics
-    from flashinfer_backend.openai.store import Store
-    from flashinfer_backend.serving.adapters import AdapterNames
-    from flashinfer_backend.serving.engines import Engines
-
-    store = Store(options.store_bytes) if options.store_bytes else None
-
-    def make_door(model: Model) -> Door:
-        config = model.engine
-        adapters = AdapterNames(config, Path(model.run_dir)) if config.max_loras else None
-        return Door(model, metrics, adapters, store)
 
     try:
         names = [model.names[0] for model in options.models]
         metrics = Metrics(Path(options.metrics_dir), Path(options.doors), names)
-        doors = [make_door(model) for model in options.models]
+        doors = _make_doors(options, metrics)
     except (OSError, ValueError) as error:
         print(f"openai: {error}", file=sys.stderr, flush=True)
         return NO_MODEL
+    server = _make_server(options, doors, metrics)
+
+    def end(*_: object) -> None:
+        """uvicorn has its own handlers while it serves, and raises their signals again at its end."""
+        server.should_exit = True
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    _link_engines(options, doors, metrics)
+    attached = threading.Event()
+
+    def tell(kind: bytes) -> None:
+        with contextlib.suppress(BlockingIOError):  # the parent stands still
+            os.write(options.notify, kind + b"%d\n" % os.getpid())
+
+    async def beat() -> None:
+        while True:
+            tell(b".")
+            await asyncio.sleep(BEAT_S)
+
+    def attach() -> None:
+        try:
+            for door in doors:
+                door.link.engines.wait_ready()
+            tell(b"+")
+        except AssertionError:  # closed before there was an engine
+            pass
+        attached.set()
+
+    gc.collect()
+    gc.freeze()  # a full collection over the tokenizer's and libraries' objects would hold streams up
+    beating = asyncio.create_task(beat())
+    threading.Thread(target=attach, name="wait for the engine", daemon=True).start()
+    deadline = time.monotonic() + ATTACH_S
+    while not attached.is_set() and not server.should_exit and time.monotonic() < deadline:
+        await asyncio.sleep(0.02)
+    await server.serve(sockets=[socket.socket(fileno=options.listener)])
+    for door in doors:
+        await asyncio.to_thread(door.link.engines.close)
+    beating.cancel()
+    return 0
+
+
+def _make_doors(options: WorkerOptions, metrics: Metrics) -> list[Door]:
+    from flashinfer_backend.openai.door import Door
+    from flashinfer_backend.openai.store import Store
+    from flashinfer_backend.serving.adapters import AdapterNames
+
+    store = Store(options.store_bytes) if options.store_bytes else None
+    doors = []
+    for model in options.models:
+        has_adapters = model.engine.max_loras > 0
+        adapters = AdapterNames(model.engine, Path(model.run_dir)) if has_adapters else None
+        doors.append(Door(model, metrics, adapters, store))
+    return doors
+
+
+def _make_server(options: WorkerOptions, doors: list[Door], metrics: Metrics) -> uvicorn.Server:
+    import uvicorn
+
+    from flashinfer_backend.openai.app import Access, make_app
+    from flashinfer_backend.openai.connection import ConnectionLimits, limited_config
+
     app = make_app(doors, Access(options.keys, options.max_body_bytes, options.allowed_origins))
     limits = ConnectionLimits(options.receive_s, room_for_connections(options.max_connections))
-    server = uvicorn.Server(
+    return uvicorn.Server(
         limited_config(
             app,
             limits,
@@ -143,12 +197,11 @@ async def _run(options: WorkerOptions) -> int:
         )
     )
 
-    def end(*_: object) -> None:
-        """uvicorn has its own handlers while it serves, and raises their signals again at its end."""
-        server.should_exit = True
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, end)
+def _link_engines(options: WorkerOptions, doors: list[Door], metrics: Metrics) -> None:
+    from flashinfer_backend.openai.link import EngineLink, LogitsRoom
+    from flashinfer_backend.serving.engines import Engines
+
     room = LogitsRoom(options.prompt_logits_bytes, metrics.prompt_logits)
     for door in doors:
         config = door.model.engine
@@ -159,38 +212,6 @@ async def _run(options: WorkerOptions) -> int:
             period_s=config.stats_check_period_ms / 1000,
         )
         door.link = EngineLink(engines, asyncio.get_running_loop(), room)
-    waited = threading.Event()
-
-    def tell(kind: bytes) -> None:
-        with contextlib.suppress(BlockingIOError):  # the parent stands still
-            os.write(options.notify, kind + b"%d\n" % os.getpid())
-
-    async def beat() -> None:
-        while True:
-            tell(b".")
-            await asyncio.sleep(BEAT_S)
-
-    def wait() -> None:
-        try:
-            for door in doors:
-                door.link.engines.wait_ready()
-            tell(b"+")
-        except AssertionError:  # closed before there was an engine
-            pass
-        waited.set()
-
-    gc.collect()
-    gc.freeze()  # a full collection over the tokenizer's and libraries' objects would hold streams up
-    beating = asyncio.create_task(beat())
-    threading.Thread(target=wait, name="wait for the engine", daemon=True).start()
-    deadline = time.monotonic() + ATTACH_S
-    while not waited.is_set() and not server.should_exit and time.monotonic() < deadline:
-        await asyncio.sleep(0.02)
-    await server.serve(sockets=[socket.socket(fileno=options.listener)])
-    for door in doors:
-        await asyncio.to_thread(door.link.engines.close)
-    beating.cancel()
-    return 0
 
 
 if __name__ == "__main__":
