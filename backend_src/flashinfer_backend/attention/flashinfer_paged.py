@@ -179,7 +179,7 @@ class FlashInferAttention:
         self, shape: StepShape, block_table: Tensor, words: Tensor, lengths: Tensor | None = None
     ) -> Captured | None:
         """State for a CUDA graph: of decode rows alone, see DecodeGraphState; of steps with prompts, see
-        StepGraphState, and None where a decode backend was forced, which plans every step anew, and where
+        StepGraphState, and None where a decode backend was forced, which plans every step again, and where
         there is no FA3. Of shared prefixes, None where they are not read once."""
         if shape.shared and not self._shares:
             return None

@@ -80,7 +80,7 @@ class _CapturedByLayer(_ByLayer):
 
     def plan(self, batch: AttentionBatch, host: np.ndarray) -> bool:
         """Describe the step that the next replay computes; False where a group cannot. What the others were
-        told is told anew before they run."""
+        told is told again before they run."""
         parts = zip(self._groups, self._captured, np.split(host, self._ends), strict=True)
         return all(
             each.plan(replace(batch, block_table=group.block_table), part) for group, each, part in parts

@@ -68,7 +68,7 @@ def server_pid() -> int:
 
 def owner_pid() -> int:
     """In a stub: the process that the run directory is named by and that the engine ends with. That is serve,
-    which starts tritonserver anew when it has to and keeps the engine meanwhile; without serve it is
+    which restarts tritonserver when it has to and keeps the engine meanwhile; without serve it is
     tritonserver. Raises as `server_pid`."""
     server = server_pid()
     serve = os.environ.get(SERVE_PID, "")

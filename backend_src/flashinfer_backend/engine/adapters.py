@@ -26,8 +26,8 @@ Key = tuple[str, State]
 
 @dataclass(eq=False)
 class Place:
-    """key: of what it holds or will hold; future: until it is there; used: when a request last took it; root:
-    in front of tokens in the keys of blocks, by the files as they were read."""
+    """key: names what it holds or will hold; future: until it is there; used: when a request last took it;
+    root: in front of tokens in the keys of blocks, by the files as they were read."""
 
     number: int
     key: Key | None = None

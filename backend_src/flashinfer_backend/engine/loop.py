@@ -159,7 +159,7 @@ class EngineLoop:
         elif isinstance(message, protocol.Freed):
             self.logits.freed(message.handle)
         elif isinstance(message, protocol.Hello):
-            self.logits.drop_stub(message.pid)  # which had to connect anew, if it has been here
+            self.logits.drop_stub(message.pid)  # which had to reconnect, if it has been here
             if message.wants_status:
                 self._next_status = 0.0
         elif isinstance(message, protocol.Goodbye):

@@ -31,7 +31,7 @@ class Profiling:
     def __init__(
         self, config: EngineConfig, runner: Runner, number: int, send: Callable[[Profiled], None]
     ) -> None:
-        """number: of the engine. Raises OSError where the folder cannot be made."""
+        """number: the engine's number. Raises OSError where the folder cannot be made."""
         self._runner, self._number, self._send = runner, number, send
         self._folder = None if config.profile_dir == "none" else Path(config.profile_dir)
         if self._folder is not None:

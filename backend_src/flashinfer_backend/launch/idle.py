@@ -29,7 +29,7 @@ class Idleness:
     """Whether tritonserver, its stubs and their engines are idle."""
 
     def __init__(self, run_dirs: Iterable[Path]) -> None:
-        """run_dirs: of the engines."""
+        """run_dirs: the engines' run directories."""
         self._context = zmq.Context()
         self._engines: list[zmq.Socket] = []
         for folder in run_dirs:

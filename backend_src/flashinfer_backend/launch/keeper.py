@@ -163,7 +163,7 @@ class KeptEngine:
 
     def _write(self) -> None:
         if self.record != self._written:
-            with contextlib.suppress(OSError):  # no room at the moment: tried again
+            with contextlib.suppress(OSError):  # there may be no room for a while: tried again
                 records.write(self._folder / records.ENGINE, self.record)
                 self._written = self.record
 

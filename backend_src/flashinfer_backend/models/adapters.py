@@ -96,7 +96,7 @@ State = tuple[tuple[int, int], tuple[int, int]]
 
 
 class Adapter(NamedTuple):
-    """state: of its files when they were read. rank: the largest of its modules."""
+    """state: the state of its files when they were read. rank: the largest of its modules."""
 
     folder: Path
     state: State

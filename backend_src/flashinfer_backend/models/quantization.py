@@ -28,9 +28,9 @@ SERVED = (
 
 @dataclass(frozen=True)
 class Quantization:
-    """format: of the layers' products. Modules that stay dense: those whose names have one of `ignored` as a
-    part, "lm_head" or "layers.0.mlp" say, and those whose whole names match one of `patterns`. aliases:
-    beginnings of names in the checkpoint, for which patterns are written, and what they are here."""
+    """format: the format of the layers' products. Modules that stay dense: those whose names have one of
+    `ignored` as a part, "lm_head" or "layers.0.mlp" say, and those whose whole names match one of `patterns`.
+    aliases: beginnings of names in the checkpoint, for which patterns are written, and what they are here."""
 
     format: WeightFormat
     ignored: frozenset[str] = frozenset()

@@ -288,7 +288,7 @@ class DeltaLayer(Layer):
         return Stream(hidden, None, qkvz, ba)
 
     def mix(self, qkvz: Tensor, ba: Tensor, states: DeltaStates, rows: DeltaRows) -> Tensor:
-        """The mixer: of the step's tokens [T, Hv Dv]."""
+        """The mixer's output for the step's tokens, [T, Hv Dv]."""
         widths = self.mixer.widths
         qkv, z = qkvz.split((sum(widths), widths[2]), dim=-1)
         b, a = ba.chunk(2, dim=-1)

@@ -53,7 +53,7 @@ def read_message(door: Door, body: bytes) -> tuple[MessagesRequest, str, Turn]:
 
 
 async def message(door: Door, asked: tuple[MessagesRequest, str, Turn]) -> Response:
-    """asked: of read_message. Raises ApiError."""
+    """asked: what read_message returned. Raises ApiError."""
     request, model, turn = asked
     await turn.encode()
     # An answer that the model's context cuts before max_tokens has a stop reason that says so.

@@ -105,8 +105,9 @@ def _door_of_model(doors: Sequence[Door], body: bytes) -> Door:
 
 
 class Post(NamedTuple):
-    """A path that takes a body. kind: of the body. read: does all the work that grows with it, but for
-    tokenizing. tasks: of the models that serve the path; none: all do. choose: the door by the body."""
+    """A path that takes a body. kind: the body's struct. read: does all the work that grows with the body,
+    except tokenizing. tasks: the tasks of models that serve the path; none: all models do. choose: finds the
+    door from the body."""
 
     path: str
     kind: type[msgspec.Struct]

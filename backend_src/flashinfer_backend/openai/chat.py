@@ -325,7 +325,7 @@ def read_chat(door: Door, body: bytes) -> tuple[ChatRequest, str, Turn]:
 
 
 async def chat(door: Door, asked: tuple[ChatRequest, str, Turn]) -> Response:
-    """asked: of read_chat. Raises ApiError."""
+    """asked: what read_chat returned. Raises ApiError."""
     request, model, turn = asked
     field = "max_completion_tokens" if request.max_tokens is None else "max_tokens"
     await turn.submit(

@@ -211,7 +211,8 @@ def _answer(
     shape: Callable[[np.ndarray], Any],
     content: Callable[[list[Any]], dict[str, Any]],
 ) -> Response:
-    """shape: of the values float32 [n] of one input. content: the answer, of what this gave for each."""
+    """shape: turns the values float32 [n] of one input into a result. content: makes the answer of all
+    results."""
     own_id = f"{name}-{secrets.token_hex(16)}"
     usage = Usage(streams)
 

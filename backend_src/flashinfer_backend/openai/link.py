@@ -298,7 +298,7 @@ class Streams:
 
 
 def unavailable(message: str) -> ApiError:
-    """There is no engine at the moment."""
+    """There is currently no engine."""
     return ApiError(message, 503, code="engine_unavailable")
 
 

@@ -67,7 +67,7 @@ def _with_short_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Calls with ids of nine characters, as Mistral's templates demand: another server's are longer."""
 
     def short(message: dict[str, Any], place: int = 0) -> dict[str, Any]:
-        """place: of the call among its message's."""
+        """place: the call's number among those of its message."""
         name = "tool_call_id" if message.get("role") == "tool" else "id"
         given = message.get(name)
         if isinstance(given, str) and re.fullmatch("[a-zA-Z0-9]{9}", given):

@@ -59,7 +59,7 @@ ENGINE = {
 
 @dataclass(frozen=True)
 class ModelState:
-    """What a model's engines and adapters are at the moment. statuses: each engine's latest report. adapters:
+    """The current state of a model's engines and adapters. statuses: each engine's latest report. adapters:
     names with their folders; None where the model has none. room: how many one step can have."""
 
     name: str

@@ -393,7 +393,7 @@ class PooledRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class EmbeddingRequest(PooledRequest, kw_only=True):
-    """prompt_name: of the checkpoint's prompts, which is put before each text."""
+    """prompt_name: which of the checkpoint's prompts is put before each text."""
 
     input: str | list[Any]
     dimensions: Annotated[int, Meta(ge=1, le=INT32_MAX)] | None = None

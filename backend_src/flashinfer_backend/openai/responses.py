@@ -102,7 +102,7 @@ def read_responses(door: Door, body: bytes) -> tuple[ResponsesRequest, str, Turn
 
 
 async def responses(door: Door, asked: tuple[ResponsesRequest, str, Turn, list[dict[str, Any]]]) -> Response:
-    """asked: of read_responses. Raises ApiError."""
+    """asked: what read_responses returned. Raises ApiError."""
     request, model, turn, earlier = asked
     await turn.submit(request, 1, request.max_output_tokens, "max_output_tokens")
     return respond(door, turn.streams, _Reply(turn, request, model, earlier), request.stream)

@@ -24,7 +24,7 @@ class Store:
         self._lock = threading.Lock()
 
     def put(self, name: str, items: Sequence[dict[str, Any]], response: dict[str, Any]) -> None:
-        """items: of the conversation so far, the response's output last."""
+        """items: the conversation so far; the response's output comes last."""
         kept = msgspec.json.encode(items), msgspec.json.encode(response)
         size = sum(map(len, kept))
         if size > self._most:

@@ -105,7 +105,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         field: str = "messages",
     ) -> str:
-        """The prompt's text. field: of the request, which holds the messages. Raises ApiError for what the
+        """The prompt's text. field: the request's field that holds the messages. Raises ApiError for what the
         template cannot take."""
         from transformers.utils.chat_template_utils import render_jinja_template
 

@@ -32,7 +32,7 @@ class TokenTexts(dict[int, Text]):
     """Tokens by their ids, each written once: at most the vocabulary, some 200 bytes of a token."""
 
     def __init__(self, write: Callable[[bytes], Text], decoder: DeltaDecoder) -> None:
-        """write: of a token's bytes. decoder: writes tokens, special ones too."""
+        """write: makes a text of a token's bytes. decoder: writes tokens, also special ones."""
         super().__init__()
         self._write: Callable[[bytes], Text] = write
         self._decoder = decoder
@@ -79,8 +79,8 @@ class TokenLists:
     def __init__(
         self, texts: TokenTexts[str], written: DeltaDecoder, offset: int = 0, context_ids: Sequence[int] = ()
     ) -> None:
-        """texts: of text_of. written: writes the text, in which tokens have offsets. offset: characters of
-        the text before the first token. context_ids: the last ids before it."""
+        """texts: tokens as text_of writes them. written: writes the text, in which tokens have offsets.
+        offset: characters of the text before the first token. context_ids: the last ids before it."""
         self._texts, self._written = texts, written
         self._context = list(context_ids)
         self._parts = {name: bytearray() for name in NAMES}

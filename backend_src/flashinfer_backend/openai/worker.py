@@ -129,7 +129,7 @@ async def _run(options: WorkerOptions) -> int:
     attached = threading.Event()
 
     def tell(kind: bytes) -> None:
-        with contextlib.suppress(BlockingIOError):  # the parent stands still
+        with contextlib.suppress(BlockingIOError):  # the parent does not read
             os.write(options.notify, kind + b"%d\n" % os.getpid())
 
     async def beat() -> None:

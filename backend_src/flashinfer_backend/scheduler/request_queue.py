@@ -98,4 +98,4 @@ class RequestQueue:
 
 
 def _tokens(request: Request) -> int:
-    return len(request.prompt) + request.max_new  # what was generated before is computed anew
+    return len(request.prompt) + request.max_new  # what was generated before is computed again

@@ -16,7 +16,7 @@ class SlotTable:
     """
 
     def __init__(self, slots: int, max_seq_len: int, end_ids: tuple[int, ...]) -> None:
-        """end_ids: of the checkpoint. A sequence that ends with one of them ends with each."""
+        """end_ids: the checkpoint's end ids. A sequence that ends with one of them ends with each."""
         self.end_ids = np.array(end_ids if len(end_ids) > 1 else (), np.int32)
         self.requests: list[Request | None] = [None] * slots
         self.epoch = np.zeros(slots, np.int64)

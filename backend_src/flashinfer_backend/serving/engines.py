@@ -40,9 +40,10 @@ class Engines:
         period_s: float = 0.1,
         on_stop: Callable[[str], None] = lambda request_id: None,
     ) -> None:
-        """run_dir: the model's. count: of its engines. keeper: of a stub, which has them started and without
-        which they end; None for a process that takes them as they are. reuse: whether engines keep prefixes.
-        period_s: of the engines' reports. on_stop: a stop request for this id reached some stub of the model.
+        """run_dir: the model's run directory. count: number of its engines. keeper: given by a stub; it
+        starts the engines, and they end without it; None for a process that takes them as they are. reuse:
+        whether engines keep prefixes. period_s: time between the engines' reports. on_stop: a stop request
+        for this id reached some stub of the model.
         """
         self._keeper, self._on_stop = keeper, on_stop
         self._closed = False

@@ -116,7 +116,7 @@ class Generation:
     ) -> None:
         """cancel: asks the engine to end the sequence with this handle. schedule: has take() called soon,
         sometimes once more than needed. context_ids: DeltaDecoder.context of the prompt if the text continues
-        it; without them the text begins anew."""
+        it; without them the text starts over."""
         self.row: GenerationRequest = row
         self.handle = 0
         self.ended = False

@@ -36,7 +36,7 @@ LEADS = -1  # share_prompt_with of a sequence whose prompt later ones will share
 
 
 class EngineDown(RuntimeError):
-    """There is no engine to submit to at the moment."""
+    """There is currently no engine to submit to."""
 
 
 class Sink(Protocol):
@@ -63,10 +63,10 @@ class Endpoint:
         index: int,
         count: int,
     ) -> None:
-        """run_dir: the engine's. ensure: called while there is no engine, as Keeper.ensure is, to have one
-        started. on_load: open_sequences or tokens_to_compute has changed; called on any thread. index, count:
-        of this engine among those of the model; local ids are `index` modulo `count`, so that a handle tells
-        its engine."""
+        """run_dir: the engine's run directory. ensure: called while there is no engine, as Keeper.ensure is,
+        to have one started. on_load: open_sequences or tokens_to_compute has changed; called on any thread.
+        index, count: of this engine among those of the model; local ids are `index` modulo `count`, so that a
+        handle tells its engine."""
         self._run_dir, self._ensure = run_dir, ensure
         self._on_status, self._on_load = on_status, on_load
         self._pid = os.getpid()
@@ -201,7 +201,7 @@ class Endpoint:
                 except (OSError, EngineStartError) as error:
                     if not self._was_ready:
                         raise
-                    if said != str(error):  # tried again: the machine may have no room at the moment
+                    if said != str(error):  # tried again: the machine may lack room for a while
                         said = str(error)
                         traceback.print_exc()
                 record = read_engine(self._run_dir)
@@ -255,7 +255,7 @@ class Endpoint:
         except Exception:
             if not self._was_ready:
                 raise
-            # Whatever one message did, the stub must not stay without an engine: it connects anew.
+            # Whatever one message did, the stub must not stay without an engine: it reconnects.
             traceback.print_exc()
             for local_id in list(self._sinks):
                 socket.send(protocol.encode(protocol.Cancel(protocol.make_handle(self._pid, local_id))))

@@ -74,7 +74,7 @@ class Keeper:
                 self._reap()
 
     def _start(self, lock: int, ever: bool) -> None:
-        """lock: of the run directory, which the keeper holds until it has noted that it is the one."""
+        """lock: the run directory's lock, which the keeper holds until it has noted that it is the one."""
         if (status := self._reap()) and not ever:
             raise EngineStartError(f"the engines' keeper ended with status {status}; what it said is above")
         (self._run_dir / CONFIG).write_bytes(self._config)

@@ -129,8 +129,8 @@ class Failure(msgspec.Struct):
 
 
 class Profiled(msgspec.Struct):
-    """files: of the trace, one of each rank, which are there once they are whole. error: why not; refused: as
-    the request does not fit."""
+    """files: the trace's files, one for each rank, which appear once they are complete. error: why not;
+    refused: as the request does not fit."""
 
     handle: int
     files: list[str]

@@ -21,7 +21,7 @@ class TaskThread:
     requests of the same task id, and stops, stay behind them."""
 
     def __init__(self, most_bytes: int) -> None:
-        """most_bytes: of the weights that wait, if those of several requests do."""
+        """most_bytes: limit for the weights that wait, when several requests have some."""
         self._most_bytes, self._thread = most_bytes, ThreadPoolExecutor(1, "adapters")
         self._lock = threading.Lock()  # guards all below
         self._ids: Counter[int] = Counter()  # of the requests here

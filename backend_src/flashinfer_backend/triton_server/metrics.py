@@ -60,7 +60,7 @@ class Metrics:
         held_up: HeldUp,
         doors: Callable[[], dict[str, DoorState]],
     ) -> None:
-        """engine_statuses: of each engine the latest report, None while it is not there. held_up,
+        """engine_statuses: each engine's latest report, None while it is not there. held_up,
         doors: as EngineMetrics has them."""
         kinds = pb_utils.MetricFamily
         labels = {"model": model, "version": version}

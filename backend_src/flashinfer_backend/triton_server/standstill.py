@@ -7,7 +7,7 @@ a debugger, swapping) finds them in its queue when it goes on, and its answers t
 that have that memory now. Nothing tells it that they were given up. So it ends itself, before it answers: to
 tritonserver it is dead already.
 
-Where a machine or container stands still, tritonserver does too, and little is given up. The processes of a
+Where a machine or container is paused, so is tritonserver, and little is given up. The processes of a
 server's models know the difference by each other: each counts tenths of a second in a file that all can see.
 """
 

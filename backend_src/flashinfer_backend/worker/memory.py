@@ -192,7 +192,7 @@ def _copies_bytes(config: EngineConfig, model: Transformer) -> int:
 def _free_after_largest_step(config: EngineConfig, model: Transformer) -> int:
     """Bytes that weights and the activations of a step of max_num_tokens leave free."""
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()  # loading has peaks of its own
+    torch.cuda.reset_peak_memory_stats()  # loading has its own peaks
     hidden = torch.zeros(
         (config.max_num_tokens, model.spec.hidden_size), dtype=model.dtype, device=model.device
     )

@@ -22,7 +22,7 @@ class SharedPrefixes:
     def __init__(
         self, slots: int, columns: int, block_size: int, bytes_per_token: int, enabled: bool = True
     ) -> None:
-        """bytes_per_token: of one layer."""
+        """bytes_per_token: bytes of one layer's keys and values."""
         self._blocks = np.zeros((slots, columns), np.int32)
         self._block_size = block_size
         self._least_tokens = LEAST_SAVED // bytes_per_token

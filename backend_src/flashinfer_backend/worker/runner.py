@@ -81,7 +81,7 @@ class Runner:
         proposer: Proposer | None,
         adapters: AdapterLoader | None,
     ) -> None:
-        """proposer: of drafts, as of the state. adapters: where the model has room for some."""
+        """proposer: the state's proposer of drafts. adapters: None where the model has no room for any."""
         drafts = proposer.count if proposer is not None else 0
         self.state, self.device, self.adapters = state, state.device, adapters
         self.drafting = Drafting(proposer, state) if proposer is not None else None

@@ -79,7 +79,7 @@ def warm_up_products(config: EngineConfig, runner: Runner) -> None:
 
 def warm_up_mixed(config: EngineConfig, runner: Runner) -> None:
     """Steps of several rows, with graphs where there are some. Their slots' blocks are all block 0; the next
-    sequences in these slots begin anew."""
+    sequences in these slots start over."""
     began = time.monotonic()
     generates = runner.state.model.spec.pooling is None
     steps = mixed_steps(config) if generates else []
