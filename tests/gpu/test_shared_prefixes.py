@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,20 @@ from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.worker import prefixes
 
 pytestmark = pytest.mark.gpu
+
+LONGEST = 90  # seconds of a test; kernels that never end cannot be stopped otherwise
+
+
+@pytest.fixture(autouse=True)
+def bounded(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
+    """A test that takes longer says where it stands, and ends its process."""
+    with capfd.disabled():
+        shown = os.dup(2)
+    faulthandler.dump_traceback_later(LONGEST, exit=True, file=shown)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+    os.close(shown)
+
 
 # Rows of each set and what they share; lengths of rows that share nothing.
 STEPS: dict[str, tuple[list[tuple[int, int]], list[int]]] = {
