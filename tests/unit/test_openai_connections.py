@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import uvicorn
+import uvloop
 from starlette.requests import Request
 
 from flashinfer_backend.openai.app import MANY_BODIES, Bodies
@@ -32,6 +34,7 @@ class Running:
         self.errors: list[int] = []
         self.release = threading.Event()
         self.left = threading.Event()  # the client of a request to /leave
+        self.sent = threading.Event()  # an answer, or what was left of it
         config = limited_config(
             self._app,
             ConnectionLimits(receive_s, connections),
@@ -44,7 +47,7 @@ class Running:
         self.server = uvicorn.Server(config)
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=256)
         self.thread = threading.Thread(
-            target=lambda: asyncio.run(self.server.serve(sockets=[self.listener])), daemon=True
+            target=lambda: uvloop.run(self.server.serve(sockets=[self.listener])), daemon=True
         )
 
     async def _app(self, scope: Any, receive: Callable, send: Callable) -> None:
@@ -59,7 +62,7 @@ class Running:
                 pass
             self.left.set()
             return
-        while scope["path"] == "/wait" and not self.release.is_set():
+        while scope["path"].startswith("/wait") and not self.release.is_set():
             await asyncio.sleep(0.01)
         if scope["path"] == "/stream":
             await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -68,7 +71,10 @@ class Running:
             await send({"type": "http.response.body", "body": b""})
             return
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
+        if scope["path"] == "/wait-amid":
+            await asyncio.sleep(0.05)  # in which a connection's end is noticed
         await send({"type": "http.response.body", "body": b"done"})
+        self.sent.set()
 
     def connect(self, data: bytes = b"") -> socket.socket:
         sock = socket.create_connection(self.listener.getsockname(), timeout=120)
@@ -186,6 +192,16 @@ def test_a_client_that_has_left_is_noticed(half_first: bool) -> None:
             assert sock.recv(4096).startswith(b"HTTP/1.1 100 Continue") and not server.left.is_set()
         sock.close()
         wait_for(server.left.is_set)
+
+
+def test_what_is_sent_to_a_client_that_left_with_several_requests_is_dropped() -> None:
+    """It is no error, also of the first of them."""
+    with running() as server:
+        with server.connect(WHOLE.replace(b"/ ", b"/wait-amid ", 1) + WHOLE) as sock:
+            wait_for(lambda: server.server.server_state.tasks)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        server.release.set()
+        assert server.sent.wait(20)
 
 
 def test_a_server_that_ends_waits_for_whole_requests_alone() -> None:

@@ -82,6 +82,7 @@ class _Answers:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = _connection.get()
+        connection.cycle = getattr(send, "__self__", None)
         ended = unchunked = False
 
         async def noted(message: Message) -> None:
@@ -124,6 +125,7 @@ class Connection(asyncio.Protocol):
         self._whole = 0  # of these, those whose bodies are there as well
         self._ended = False  # the client sends nothing more
         self.answering = False  # an answer has begun that has not ended
+        self.cycle: Any = None  # uvicorn's, of the request that is being answered
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport, process = transport, self._process
@@ -143,6 +145,9 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
         self._open.discard(self)
+        if self.cycle is not None:  # uvicorn tells the request that came last alone
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         self._inner.connection_lost(exc)
 
     def write(self, body: bytes) -> None:
