@@ -158,3 +158,34 @@ def test_masks_forbid_as_plain_torch_does(count, vocab):
     torch_ops.keep_allowed(expected, rows, masks)
     cuda_ops.keep_allowed(logits, rows, masks)
     assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("vocab", [1000, 128256])
+@pytest.mark.parametrize("rows", [1, 64, 300])
+def test_penalties_are_those_of_plain_torch(rows, vocab):
+    """Bit for bit, also of rows whose history is longer than what is read at a time."""
+    from flashinfer_backend.ops import cuda_ops, torch_ops
+
+    generator = torch.Generator("cuda").manual_seed(rows + vocab)
+
+    def floats(low: float, high: float) -> torch.Tensor:
+        return torch.rand(rows, device="cuda", generator=generator) * (high - low) + low
+
+    def whole(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, device="cuda", generator=generator).int()
+
+    logits = torch.randn(rows + 3, vocab, device="cuda", generator=generator).bfloat16() * 4
+    logits[0, :4] = torch.tensor([torch.nan, torch.inf, -torch.inf, 3e38])
+    of = torch.randperm(rows + 3, device="cuda", generator=generator)[:rows]
+    own = [
+        ops.copy_rows(logits, torch.arange(rows + 3, device="cuda"), True) for ops in (cuda_ops, torch_ops)
+    ]
+    assert torch.equal(*own)
+    history, position = whole(0, vocab // 3, rows, 5000), whole(1, 5000, rows + 3)
+    slots = torch.randperm(rows, device="cuda", generator=generator)
+    penalties = torch_ops.Penalties(
+        of, slots, whole(1, 3000, rows), floats(0.5, 2), floats(-1, 1), floats(-1, 1)
+    )
+    for ops, scores in zip((cuda_ops, torch_ops), own, strict=True):
+        ops.penalise(scores, penalties, history, position)
+    assert torch.equal(*own)

@@ -71,17 +71,21 @@ def test_top_p_of_one_keeps_what_rounding_would_cut():
     assert top_k_top_p_mask(logits, torch.tensor([5001]), torch.ones(1)).all()
 
 
+def penalties(*rows: tuple[int, int, int, float, float, float]) -> torch_ops.Penalties:
+    kinds = [torch.int64, torch.int64, torch.int32, torch.float32, torch.float32, torch.float32]
+    columns = zip(zip(*rows, strict=True), kinds, strict=True)
+    return torch_ops.Penalties(*(torch.tensor(column, dtype=kind) for column, kind in columns))
+
+
 def test_repetition_penalty_equals_transformers():
     sequences = [[1, 2, 2, 3], list(range(40, 80)), [100]]
     history = make_history(*sequences)
     logits = torch.randn(4, VOCAB)
     own = logits.clone()
-    rows, slots = torch.tensor([3, 0, 1]), torch.tensor([1, 0, 2])
-    position = torch.tensor([40, 4, 1], dtype=torch.int32)
-    penalty = torch.tensor([1.7, 0.6, 1.2])
-    tokens, _ = history.before(slots, position, 40)
-    processors.penalise_repetition(own, rows, tokens, penalty)
-    for row, slot, factor in zip(rows.tolist(), slots.tolist(), penalty.tolist(), strict=True):
+    rows, slots, factors = [3, 0, 1], [1, 0, 2], [1.7, 0.6, 1.2]
+    of = penalties(*((r, s, 0, f, 0.0, 0.0) for r, s, f in zip(rows, slots, factors, strict=True)))
+    torch_ops.penalise(own, of, history.tokens, torch.tensor([4, 1, 0, 40], dtype=torch.int32))
+    for row, slot, factor in zip(rows, slots, factors, strict=True):
         ids = torch.tensor([sequences[slot]])
         expected = RepetitionPenaltyLogitsProcessor(factor)(ids, logits[row : row + 1])
         torch.testing.assert_close(own[row : row + 1], expected)
@@ -91,16 +95,8 @@ def test_repetition_penalty_equals_transformers():
 def test_presence_and_frequency_count_generated_tokens_only():
     history = make_history([5, 6, 7, 7, 8], [5, 5, 5])
     own = torch.zeros(2, VOCAB)
-    tokens, valid = history.before(torch.tensor([0, 1]), torch.tensor([5, 3], dtype=torch.int32), 5)
-    generated = torch.arange(5) >= torch.tensor([[2], [3]])
-    processors.penalise_counts(
-        own,
-        torch.tensor([0, 1]),
-        tokens,
-        valid & generated,
-        torch.tensor([0.5, 9.0]),
-        torch.tensor([0.25, 9.0]),
-    )
+    of = penalties((0, 0, 2, 1.0, 0.5, 0.25), (1, 1, 3, 1.0, 9.0, 9.0))
+    torch_ops.penalise(own, of, history.tokens, torch.tensor([5, 3], dtype=torch.int32))
     expected = torch.zeros(2, VOCAB)
     expected[0, 7], expected[0, 8] = -(0.5 + 2 * 0.25), -(0.5 + 0.25)
     torch.testing.assert_close(own, expected)

@@ -89,12 +89,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
     @property
-    def counts_tokens(self) -> bool:
-        """Presence or frequency penalty."""
-        return bool(self.presence_penalty or self.frequency_penalty)
+    def penalised(self) -> bool:
+        """Whether tokens that occurred are less likely."""
+        return self.repetition_penalty != 1.0 or bool(self.presence_penalty or self.frequency_penalty)
 
     @property
     def needs_history(self) -> bool:
         """Whether a token's logits depend on the tokens before it, on the device."""
-        penalised = self.repetition_penalty != 1.0 or self.counts_tokens
-        return penalised or any(len(word) > 1 for word in self.bad_words)
+        return self.penalised or any(len(word) > 1 for word in self.bad_words)

@@ -33,6 +33,7 @@ from flashinfer_backend.ops.triton_drafts import (
 )
 from flashinfer_backend.ops.triton_fp8 import Norm
 from flashinfer_backend.ops.triton_inputs import step_inputs
+from flashinfer_backend.ops.triton_logits import copy_rows, penalise
 from flashinfer_backend.ops.triton_rope import rope_and_store
 from flashinfer_backend.ops.triton_sample import keep_allowed, sample
 from flashinfer_backend.ops.weight import DENSE, Added, Chosen, Int4, LowRank, Weight
@@ -40,6 +41,7 @@ from flashinfer_backend.ops.weight import DENSE, Added, Chosen, Int4, LowRank, W
 __all__ = [
     "accept",
     "activate",
+    "copy_rows",
     "count_held",
     "delta_net",
     "draft_inputs",
@@ -55,6 +57,7 @@ __all__ = [
     "norms_side_by_side",
     "note_tokens",
     "noted_inputs",
+    "penalise",
     "places_ahead",
     "record_tokens",
     "rms_norm",

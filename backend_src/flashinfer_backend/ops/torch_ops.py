@@ -7,6 +7,8 @@ R the number of rows to sample, Hq and Hkv the query and key/value heads, D the 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,6 +19,20 @@ from flashinfer_backend.ops.torch_delta import delta_net as delta_net
 from flashinfer_backend.ops.weight import Chosen, LowRank, Weight
 
 _MASK32 = 0xFFFFFFFF
+LARGEST_LOGIT = 1e30  # over GREEDY_TEMPERATURE, the smallest that samples, it is still a float32
+
+
+class Penalties(NamedTuple):
+    """Of n rows of logits (int64, none twice), whose tokens are in the rows `slots` of a history (int64 [n]),
+    generated ones from prompt_len on (int32 [n]). The rest is float32 [n]: a repetition penalty of 1 and
+    others of 0 change nothing."""
+
+    rows: Tensor
+    slots: Tensor
+    prompt_len: Tensor
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -541,6 +557,44 @@ def sample(
         last_token, slots = record
         last_token[slots] = tokens
     return tokens
+
+
+def keep_finite(logits: Tensor) -> Tensor:
+    """Bound, in place, what extreme biases and penalties made of logits, so that softmax of them, divided by
+    any temperature, has a value. NaN cannot be chosen."""
+    return torch.nan_to_num_(logits, nan=float("-inf"), posinf=LARGEST_LOGIT, neginf=float("-inf")).clamp_(
+        max=LARGEST_LOGIT
+    )
+
+
+def copy_rows(logits: Tensor, rows: Tensor, bounded: bool) -> Tensor:
+    """logits[rows], rows int64 [n], as float32 [n, V] of their own; bounded: as keep_finite bounds them."""
+    own = logits[rows].float()
+    return keep_finite(own) if bounded else own
+
+
+def penalise(logits: Tensor, of: Penalties, history: Tensor, position: Tensor) -> None:
+    """Make tokens that occurred less likely, in place. logits float32 [R, V]; history int32 [slots, length],
+    of which the first position[r] (int32 [R], at least 1) tokens of its slot are those of row r.
+
+    A logit is divided by the repetition penalty, or multiplied if negative (https://arxiv.org/abs/1909.05858,
+    section 4.1); then presence is subtracted once, and frequency as often as the token was generated. The
+    result is bounded as keep_finite does.
+    """
+    ends = position[of.rows].unsqueeze(1)
+    longest = int(ends.max())
+    place = torch.arange(longest, device=logits.device)
+    tokens = history[:, :longest][of.slots].long()
+    valid = place < ends
+    # What is not valid repeats the first token. Repeats write the same value: their order does not matter.
+    tokens = torch.where(valid, tokens, tokens[:, :1])
+    own = logits[of.rows]
+    scores, penalty = own.gather(1, tokens), of.repetition.unsqueeze(1)
+    own.scatter_(1, tokens, torch.where(scores < 0, scores * penalty, scores / penalty))
+    counts = torch.zeros_like(own)
+    counts.scatter_add_(1, tokens, (valid & (place >= of.prompt_len.unsqueeze(1))).float())
+    own -= of.frequency.unsqueeze(1) * counts + of.presence.unsqueeze(1) * (counts > 0)
+    logits[of.rows] = keep_finite(own)
 
 
 def keep_allowed(logits: Tensor, rows: Tensor, mask: Tensor) -> None:

@@ -30,14 +30,6 @@ class TokenHistory:
         for (slot, tokens), part in zip(sequences, parts, strict=True):
             self.tokens[slot, : len(tokens)] = part
 
-    def before(self, slots: Tensor, position: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-        """(tokens int64 [n, longest], valid bool [n, longest]) ahead of position (int32 [n]). What is not
-        valid repeats the sequence's first token. longest: the largest position."""
-        assert self.tokens is not None
-        tokens = self.tokens[:, :longest][slots].long()
-        valid = torch.arange(longest, device=self._device) < position.unsqueeze(1)
-        return torch.where(valid, tokens, tokens[:, :1]), valid
-
     def record(self, slots: Tensor, position: Tensor, tokens: Tensor) -> None:
         """Append sampled tokens: int32 [n] at position int32 [n] of the rows `slots`."""
         assert self.tokens is not None

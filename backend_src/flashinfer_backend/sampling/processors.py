@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes of logits before a token is chosen: allowed tokens, penalties, biases, suppressed tokens, grammars.
+"""Changes of logits before a token is chosen: biases, suppressed tokens, grammars.
 
 Every function changes float32 logits [R, V] in place; `rows` (int64 [n]) names the rows it is about.
 """
@@ -14,34 +14,6 @@ from torch import Tensor
 from flashinfer_backend.ops.torch_ops import allowed_tokens
 
 NEVER = float("-inf")
-LARGEST = 1e30  # of a logit; over GREEDY_TEMPERATURE, the smallest that samples, it is still a float32
-
-
-def penalise_repetition(logits: Tensor, rows: Tensor, tokens: Tensor, penalty: Tensor) -> None:
-    """Make tokens that occurred less likely: a logit is divided by the penalty, or multiplied if negative
-    (https://arxiv.org/abs/1909.05858, section 4.1).
-
-    tokens: int64 [n, L], repeats allowed; penalty: float32 [n].
-    """
-    flat = logits.view(-1)
-    where = rows.unsqueeze(1) * logits.shape[1] + tokens
-    scores, penalty = flat[where], penalty.unsqueeze(1)
-    # Repeats write the same value, so that their order does not matter.
-    flat[where] = torch.where(scores < 0, scores * penalty, scores / penalty)
-
-
-def penalise_counts(
-    logits: Tensor, rows: Tensor, tokens: Tensor, counted: Tensor, presence: Tensor, frequency: Tensor
-) -> None:
-    """Subtract presence once, and frequency as often as it occurred, from each token's logit.
-
-    tokens: int64 [n, L], those with counted (bool [n, L]) occurred; presence and frequency:
-    float32 [n].
-    """
-    counts = torch.zeros((len(rows), logits.shape[1]), device=logits.device)
-    counts.scatter_add_(1, tokens, counted.float())
-    penalty = frequency.unsqueeze(1) * counts + presence.unsqueeze(1) * (counts > 0)
-    logits.index_add_(0, rows, penalty, alpha=-1)
 
 
 def add_bias(logits: Tensor, where: Tensor, bias: Tensor) -> None:
@@ -91,12 +63,6 @@ def mask_bad_words(logits: Tensor, words: BadWords, history: Tensor | None, posi
     # Added, not written: of two words with one last token only one may be complete.
     change = torch.where(differing == 0, NEVER, 0.0)
     logits.view(-1).index_add_(0, words.rows * logits.shape[1] + words.last, change)
-
-
-def keep_finite(logits: Tensor) -> None:
-    """Bound what extreme biases and penalties made of the logits, so that softmax of them, divided by any
-    temperature, has a value. NaN cannot be chosen."""
-    torch.nan_to_num_(logits, nan=NEVER, posinf=LARGEST, neginf=NEVER).clamp_(max=LARGEST)
 
 
 def suppress_tokens(logits: Tensor, suppressed: Tensor) -> None:

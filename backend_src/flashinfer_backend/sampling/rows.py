@@ -19,6 +19,7 @@ from torch import Tensor
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.core.step import StepPlan
 from flashinfer_backend.ops.staging import StagingRing
+from flashinfer_backend.ops.torch_ops import Penalties
 from flashinfer_backend.sampling.processors import Allowed, BadWords
 from flashinfer_backend.sampling.state import SequenceState, StatefulRow
 
@@ -50,49 +51,26 @@ class Filtered:
     min_p: Tensor
 
 
-@dataclass
-class Penalty:
-    """Rows with a repetition penalty: index and slots int64 [n], penalty float32 [n]."""
-
-    index: Tensor
-    slots: Tensor
-    penalty: Tensor
-
-
-@dataclass
-class Counts:
-    """Rows with a presence or frequency penalty (float32 [n]); those count tokens from prompt_len
-    (int32 [n]) on. index and slots: int64 [n]."""
-
-    index: Tensor
-    slots: Tensor
-    prompt_len: Tensor
-    presence: Tensor
-    frequency: Tensor
-
-
 class ProcessedRows:
     """Rows sampled from logits of their own, R of them; `index` in the parts below is into these."""
 
     def __init__(self, rows: list[StatefulRow], plan: StepPlan, vocab: int, staging: StagingRing) -> None:
         params = [row.state.params for row in rows]
-        self.host_rows = np.array([row.row for row in rows], np.int64)  # sampling rows
+        of = [row.row for row in rows]  # sampling rows
         slots = np.array([row.slot for row in rows], np.int64)
-        self._behind = np.array([row.behind for row in rows], np.int32)
         suppressed = [-1 if row.state.grammar else row.suppressed for row in rows]
         own = (
             np.array([row.at for row in rows], np.int64),
             slots.astype(np.int32),
-            plan.temperature[self.host_rows],
-            plan.seed[self.host_rows],
+            plan.temperature[of],
+            plan.seed[of],
             np.array(suppressed, np.int32),
-            self._behind,
+            np.array([row.behind for row in rows], np.int32),
         )
         parts = _Parts(staging)
         parts.add("own", own)
         parts.add("filtered", _filtered(params, vocab))
-        parts.add("repetition", _repetition(params, slots))
-        parts.add("counts", _counts(rows, slots))
+        parts.add("penalties", _penalties(rows, slots))
         parts.add("guided", _chosen(bool(p.grammar_type) for p in params))
         parts.add("recorded", _chosen((p.needs_history for p in params), slots))
         checks = np.array([row.checks for row in rows], np.int64)
@@ -105,8 +83,7 @@ class ProcessedRows:
         self.rows, self.slots, self.temperature, self.seed, self.suppressed, self.behind = parts.sent["own"]
         self.filtered = parts.make("filtered", Filtered)
         self.min_p = any(p.filters and p.min_p > 0 for p in params)
-        self.repetition = parts.make("repetition", Penalty)
-        self.counts = parts.make("counts", Counts)
+        self.penalties = parts.make("penalties", Penalties)
         self.guided = parts.sent.get("guided")  # [index]
         # What masks the rows of `guided`, and what min_tokens forbids them (or -1).
         last = [row for row in rows if row.state.grammar is not None and not row.behind]
@@ -114,15 +91,9 @@ class ProcessedRows:
         self.masks = plan.samples[[row.row for row in last]].tolist()  # of each of them
         self.recorded = parts.sent.get("recorded")  # [index, slots]: rows whose tokens the history keeps
         self.checked = parts.sent.get("checked")  # [index, slots, drafts]: those of them with a draft
-        self.repetition_rows = _where(p.repetition_penalty != 1.0 for p in params)
-        self.counts_rows = _where(p.counts_tokens for p in params)
         self.allowed = _allowed(rows, vocab, staging)
         self.words = _bad_words(rows, slots, staging)
         self.bias = _bias(rows, vocab, staging)
-
-    def most_tokens(self, plan: StepPlan) -> np.ndarray:
-        """int32 [R], tokens before each row, at most."""
-        return plan.sample_positions[self.host_rows] - self._behind
 
 
 class _Parts:
@@ -164,17 +135,13 @@ def _filtered(params: list[SamplingParams], vocab: int) -> Sequence[np.ndarray] 
     return _chosen((p.filters for p in params), top_k, top_p, min_p)
 
 
-def _repetition(params: list[SamplingParams], slots: np.ndarray) -> Sequence[np.ndarray] | None:
-    penalty = np.array([p.repetition_penalty for p in params], np.float32)
-    return _chosen((p.repetition_penalty != 1.0 for p in params), slots, penalty)
-
-
-def _counts(rows: list[StatefulRow], slots: np.ndarray) -> Sequence[np.ndarray] | None:
+def _penalties(rows: list[StatefulRow], slots: np.ndarray) -> Sequence[np.ndarray] | None:
     params = [row.state.params for row in rows]
+    repetition = np.array([p.repetition_penalty for p in params], np.float32)
     prompt_len = np.array([row.state.prompt_len for row in rows], np.int32)
     presence = np.array([p.presence_penalty for p in params], np.float32)
     frequency = np.array([p.frequency_penalty for p in params], np.float32)
-    return _chosen((p.counts_tokens for p in params), slots, prompt_len, presence, frequency)
+    return _chosen((p.penalised for p in params), slots, prompt_len, repetition, presence, frequency)
 
 
 def _allowed(rows: list[StatefulRow], vocab: int, staging: StagingRing) -> Allowed | None:

@@ -21,6 +21,7 @@ from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.sampling_params import NO_TOKEN_LEFT
 from flashinfer_backend.core.step import StepOutput, StepPlan
 from flashinfer_backend.ops.staging import StagingRing
+from flashinfer_backend.ops.torch_ops import LARGEST_LOGIT, keep_finite
 from flashinfer_backend.sampling import processors
 from flashinfer_backend.sampling.filters import min_p_mask, top_k_top_p_mask
 from flashinfer_backend.sampling.history import TokenHistory
@@ -132,7 +133,7 @@ class Sampler:
             if rows != self._composed:
                 self._compose(rows, plan)
             if self._processed is not None:
-                self._sample_processed(self._processed, logits, tokens, plan)
+                self._sample_processed(self._processed, logits, tokens)
             if self._reported is not None:
                 sampled.readback, report = self._reported.take(logits, tokens)
                 sampled.reports = [report]
@@ -165,7 +166,7 @@ class Sampler:
             try:
                 if own[0].processed:
                     processed = ProcessedRows(own, plan, self._vocab_size, self._staging)
-                    self._sample_processed(processed, logits, tokens, plan)
+                    self._sample_processed(processed, logits, tokens)
                 if own[0].state.params.reports_logits:
                     ReportedRows(own, self._staging).take(logits, tokens)
                     reported += own
@@ -233,7 +234,7 @@ class Sampler:
             output.keep(plan.samples, counts)
         return output
 
-    def _sample_processed(self, rows: ProcessedRows, logits: Tensor, tokens: Tensor, plan: StepPlan) -> None:
+    def _sample_processed(self, rows: ProcessedRows, logits: Tensor, tokens: Tensor) -> None:
         masks = []
         if rows.guided:
             # A row whose owner has left meanwhile gets its last mask; its token is dropped.
@@ -242,16 +243,16 @@ class Sampler:
         if rows.checked:
             index, slots, drafts = rows.checked
             self._history.record(slots, position[index], self._drafts[slots, drafts])
-        own = logits[rows.rows].float()
+        changed = rows.bias is not None or rows.penalties is not None
+        own = self._ops.copy_rows(logits, rows.rows, bounded=changed)
         if rows.allowed is not None:
             self._ops.keep_allowed(own, rows.allowed.rows, rows.allowed.mask)
-        changed = rows.bias is not None or rows.repetition is not None or rows.counts is not None
         model = own[rows.guided[0]] if rows.guided and changed else None
-        self._penalise(own, rows, position, rows.most_tokens(plan))
+        if rows.penalties is not None:
+            self._ops.penalise(own, rows.penalties, self._history.tokens, position)
         if rows.bias is not None:
             processors.add_bias(own, *rows.bias)
-        if changed:
-            processors.keep_finite(own)
+            keep_finite(own)
         before_bad_words = None
         if rows.guided and not changed and rows.words is None and not rows.suppresses:
             # Nothing but its grammar forbids a token, so no row can be left without one.
@@ -293,7 +294,7 @@ class Sampler:
             return own[index]
         before_bad_words = own[index]
         # What would be -inf over some temperature.
-        own[index] = before_bad_words.masked_fill_(before_bad_words < -processors.LARGEST, processors.NEVER)
+        own[index] = before_bad_words.masked_fill_(before_bad_words < -LARGEST_LOGIT, processors.NEVER)
         processors.allow_only(before_bad_words, torch.arange(len(index), device=own.device), mask, model)
         return before_bad_words
 
@@ -306,17 +307,3 @@ class Sampler:
             if rows.min_p:
                 kept &= min_p_mask(scaled, min_p)
             own[index] = logits.masked_fill_(~kept, processors.NEVER)
-
-    def _penalise(self, own: Tensor, rows: ProcessedRows, position: Tensor, most_tokens: np.ndarray) -> None:
-        repetition, counts = rows.repetition, rows.counts
-        if repetition is not None:
-            longest = int(most_tokens[rows.repetition_rows].max())
-            tokens, _ = self._history.before(repetition.slots, position[repetition.index], longest)
-            processors.penalise_repetition(own, repetition.index, tokens, repetition.penalty)
-        if counts is not None:
-            longest = int(most_tokens[rows.counts_rows].max())
-            tokens, valid = self._history.before(counts.slots, position[counts.index], longest)
-            generated = torch.arange(longest, device=own.device) >= counts.prompt_len.unsqueeze(1)
-            processors.penalise_counts(
-                own, counts.index, tokens, valid & generated, counts.presence, counts.frequency
-            )

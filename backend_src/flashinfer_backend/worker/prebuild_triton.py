@@ -27,6 +27,7 @@ from flashinfer_backend.models.hf.eagle3 import Eagle3Spec
 from flashinfer_backend.models.spec import Experts, ModelSpec, Product
 from flashinfer_backend.ops import device
 from flashinfer_backend.ops.fp8 import E4M3
+from flashinfer_backend.ops.torch_ops import Penalties
 from flashinfer_backend.ops.weight import Added, Chosen, LowRank
 from flashinfer_backend.worker.device_state import MOST_DEFERRED
 
@@ -151,6 +152,7 @@ def call_operations(
     from flashinfer_backend.attention.prefixes import PREFIX_WORDS, PrefixTiles
     from flashinfer_backend.attention.triton_prefix import SharedWork, prefix_parts
     from flashinfer_backend.ops.triton_inputs import step_inputs
+    from flashinfer_backend.ops.triton_logits import copy_rows, penalise
     from flashinfer_backend.ops.triton_rope import rope_and_store
     from flashinfer_backend.ops.triton_sample import keep_allowed, sample
 
@@ -186,8 +188,13 @@ def call_operations(
     heat, seed, record = empty(4, of=torch.float32), empty(4, of=torch.int64), (last_token, words(4))
     sample(empty(4, model.outputs), heat, seed, words(4), words(4), record)
     sample(empty(4, model.outputs, of=torch.float32), heat, seed, words(4), None, record)
-    masks = words(4, -(-model.vocab_size // 32))
-    keep_allowed(empty(4, model.vocab_size, of=torch.float32), empty(4, of=torch.int64), masks)
+    masks, index = words(4, -(-model.vocab_size // 32)), empty(4, of=torch.int64)
+    changed = empty(4, model.outputs, of=torch.float32)
+    keep_allowed(changed, index, masks)
+    for bounded in (False, True):
+        copy_rows(empty(4, model.outputs), index, bounded)
+    penalties = Penalties(index, index, words(4), heat, heat, heat)
+    penalise(changed, penalties, words(config.max_num_seqs, config.max_seq_len + 1), words(4))
     if stored == E4M3:
         copies = empty(2, block, kv_heads, dim), empty(2, block, kv_heads, dim)
         triton_copy.copy_blocks(cache, copies, words(4), words(4), 3)
