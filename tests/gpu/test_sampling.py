@@ -189,3 +189,41 @@ def test_penalties_are_those_of_plain_torch(rows, vocab):
     for ops, scores in zip((cuda_ops, torch_ops), own, strict=True):
         ops.penalise(scores, penalties, history, position)
     assert torch.equal(*own)
+
+
+@pytest.mark.parametrize("vocab", [1000, 32000, 128256, 151936])
+@pytest.mark.parametrize("rows", [1, 64, 300])
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_small_top_k_equals_the_definition(rows, vocab, shared):
+    """With many logits alike, or none; and each time the same, whatever a row's neighbours are."""
+    from flashinfer_backend.ops.triton_filters import keep_likeliest
+    from flashinfer_backend.sampling.filters import min_p_mask
+
+    generator = torch.Generator("cuda").manual_seed(rows + vocab)
+    logits = torch.randn(rows + 2, vocab, device="cuda", generator=generator) * 4
+    if shared:
+        logits = logits.bfloat16().float()
+    logits[:, 17] = float("-inf")
+    index = torch.randperm(rows + 2, device="cuda", generator=generator)[:rows]
+    heat = torch.rand(rows + 2, device="cuda", generator=generator) + 0.3
+    top_k = torch.randint(1, 65, (rows,), device="cuda", generator=generator).int()
+    top_p = torch.rand(rows, device="cuda", generator=generator).clamp(0.01, 0.95)
+    min_p = torch.rand(rows, device="cuda", generator=generator) * 0.3
+    top_p[::2], min_p[::3] = 1.0, 0.0
+    scaled = logits[index] / heat[index].unsqueeze(1)
+    expected = sorted_mask(scaled, top_k, top_p) & min_p_mask(scaled, min_p)
+    found = []
+    for _ in range(3):
+        own = logits.clone()
+        keep_likeliest(own, index, heat, top_k, top_p, min_p, 64)
+        found.append(own)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    different = (found[0][index] > -torch.inf) != (expected & (scaled > -torch.inf))
+    exact = (top_p == 1.0) & (min_p == 0.0)
+    assert not different[exact].any()
+    assert (different.sum(dim=1) <= 2).double().mean() > 0.98  # logits alike go or stay together
+    alone = logits.clone()
+    for i in range(min(rows, 8)):
+        one = slice(i, i + 1)
+        keep_likeliest(alone, index[one], heat, top_k[one], top_p[one], min_p[one], 64)
+        assert torch.equal(alone[index[one]], found[0][index[one]])

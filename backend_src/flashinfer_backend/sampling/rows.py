@@ -24,6 +24,7 @@ from flashinfer_backend.sampling.processors import Allowed, BadWords
 from flashinfer_backend.sampling.state import SequenceState, StatefulRow
 
 T = TypeVar("T")
+FEW = 64  # what top-k keeps, for which there is a kernel (ops/triton_filters.py)
 PADDING = np.zeros(4, np.int32)
 
 
@@ -69,7 +70,8 @@ class ProcessedRows:
         )
         parts = _Parts(staging)
         parts.add("own", own)
-        parts.add("filtered", _filtered(params, vocab))
+        parts.add("few", _filtered(params, vocab, few=True))
+        parts.add("filtered", _filtered(params, vocab, few=False))
         parts.add("penalties", _penalties(rows, slots))
         parts.add("guided", _chosen(bool(p.grammar_type) for p in params))
         parts.add("recorded", _chosen((p.needs_history for p in params), slots))
@@ -81,6 +83,7 @@ class ProcessedRows:
         self.suppresses = any(token >= 0 for token in suppressed)
         # `rows` are places among the step's sampled tokens.
         self.rows, self.slots, self.temperature, self.seed, self.suppressed, self.behind = parts.sent["own"]
+        self.few = parts.make("few", Filtered)  # those whose top-k is at most FEW
         self.filtered = parts.make("filtered", Filtered)
         self.min_p = any(p.filters and p.min_p > 0 for p in params)
         self.penalties = parts.make("penalties", Penalties)
@@ -128,11 +131,11 @@ def _chosen(asked: Iterable[bool], *columns: np.ndarray) -> Sequence[np.ndarray]
     return (index, *(column[index] for column in columns)) if len(index) else None
 
 
-def _filtered(params: list[SamplingParams], vocab: int) -> Sequence[np.ndarray] | None:
+def _filtered(params: list[SamplingParams], vocab: int, few: bool) -> Sequence[np.ndarray] | None:
     top_k = np.array([min(p.top_k or vocab, vocab) for p in params], np.int32)
     top_p = np.array([p.top_p for p in params], np.float32)
     min_p = np.array([p.min_p for p in params], np.float32)
-    return _chosen((p.filters for p in params), top_k, top_p, min_p)
+    return _chosen((p.filters and (0 < p.top_k <= FEW) == few for p in params), top_k, top_p, min_p)
 
 
 def _penalties(rows: list[StatefulRow], slots: np.ndarray) -> Sequence[np.ndarray] | None:

@@ -26,7 +26,7 @@ from flashinfer_backend.sampling import processors
 from flashinfer_backend.sampling.filters import min_p_mask, top_k_top_p_mask
 from flashinfer_backend.sampling.history import TokenHistory
 from flashinfer_backend.sampling.logprobs import Report, ReportedRows
-from flashinfer_backend.sampling.rows import Filtered, ProcessedRows, upload
+from flashinfer_backend.sampling.rows import FEW, Filtered, ProcessedRows, upload
 from flashinfer_backend.sampling.state import SequenceStates, StatefulRow
 from flashinfer_backend.structured.masks import Move, SequenceGrammars
 
@@ -267,6 +267,13 @@ class Sampler:
             processors.allow_only(own, rows.guided[0], masks[0], before_bad_words)
         if rows.allowed is not None:
             processors.mark_stuck(own, rows.allowed)
+        if rows.few is not None and own.is_cuda:
+            from flashinfer_backend.ops.triton_filters import keep_likeliest  # not where there is no GPU
+
+            few = rows.few
+            keep_likeliest(own, few.index, rows.temperature, few.top_k, few.top_p, few.min_p, FEW)
+        elif rows.few is not None:
+            self._filter(own, rows, rows.few)
         if rows.filtered is not None:
             self._filter(own, rows, rows.filtered)
         record = (self._last_token, rows.slots)

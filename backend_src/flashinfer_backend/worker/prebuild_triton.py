@@ -151,10 +151,12 @@ def call_operations(
     from flashinfer_backend.attention import split, triton_copy, triton_decode
     from flashinfer_backend.attention.prefixes import PREFIX_WORDS, PrefixTiles
     from flashinfer_backend.attention.triton_prefix import SharedWork, prefix_parts
+    from flashinfer_backend.ops.triton_filters import keep_likeliest
     from flashinfer_backend.ops.triton_inputs import step_inputs
     from flashinfer_backend.ops.triton_logits import copy_rows, penalise
     from flashinfer_backend.ops.triton_rope import rope_and_store
     from flashinfer_backend.ops.triton_sample import keep_allowed, sample
+    from flashinfer_backend.sampling.rows import FEW
 
     def empty(*shape: int, of: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=of, device="meta")
@@ -193,6 +195,7 @@ def call_operations(
     keep_allowed(changed, index, masks)
     for bounded in (False, True):
         copy_rows(empty(4, model.outputs), index, bounded)
+    keep_likeliest(changed, index, heat, words(4), heat, heat, FEW)
     penalties = Penalties(index, index, words(4), heat, heat, heat)
     penalise(changed, penalties, words(config.max_num_seqs, config.max_seq_len + 1), words(4))
     if stored == E4M3:
