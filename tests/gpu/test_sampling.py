@@ -32,6 +32,9 @@ def test_filters_equal_the_definition(rows, vocab):
     kept, expected = top_k_top_p_mask(logits, top_k, top_p), sorted_mask(logits, top_k, top_p)
     # Sums in another order may move the threshold of top-p by a token or two.
     assert (kept != expected)[:, torch.arange(vocab, device="cuda") != 17].sum(dim=1).max() <= 2
+    unlimited = top_k == vocab
+    of = (logits[unlimited], top_k[unlimited], top_p[unlimited])
+    assert torch.equal(top_k_top_p_mask(*of, limited=False), kept[unlimited])
     exact = top_p == 1.0
     assert torch.equal(kept[exact] & (logits[exact] > -1e30), expected[exact] & (logits[exact] > -1e30))
 

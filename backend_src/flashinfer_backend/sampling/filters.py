@@ -7,15 +7,16 @@ import torch
 from torch import Tensor
 
 
-def top_k_top_p_mask(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+def top_k_top_p_mask(logits: Tensor, top_k: Tensor, top_p: Tensor, limited: bool = True) -> Tensor:
     """bool [R, V]: the tokens that survive top-k (int32 [R], 1..V), then top-p (float32 [R], (0, 1]).
 
     Top-p keeps the smallest set of most likely tokens whose probability, after top-k, reaches p; 1
     keeps all. Ties at either threshold survive together, so the order of the vocabulary plays no role.
-    logits: float32 [R, V], already divided by the temperature; -inf is allowed.
+    logits: float32 [R, V], already divided by the temperature; -inf is allowed. limited: whether any top_k is
+    less than V.
     """
     if logits.is_cuda:
-        return _cuda_mask(logits, top_k, top_p)
+        return _cuda_mask(logits, top_k if limited else None, top_p)
     return sorted_mask(logits, top_k, top_p)
 
 
@@ -31,11 +32,12 @@ def sorted_mask(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     return logits >= lowest
 
 
-def _cuda_mask(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+def _cuda_mask(logits: Tensor, top_k: Tensor | None, top_p: Tensor) -> Tensor:
     """Radix selection (https://flashinfer.ai/2025/03/10/sampling.html) instead of a sort."""
     from flashinfer.sampling import top_k_mask_logits, top_p_renorm_probs
 
-    logits = top_k_mask_logits(logits.contiguous(), top_k)
+    if top_k is not None:
+        logits = top_k_mask_logits(logits.contiguous(), top_k)
     kept = logits > float("-inf")
     # Without is_deterministic the threshold depends on the order of additions, and a seed with it.
     probs = top_p_renorm_probs(logits.softmax(dim=-1), top_p.clamp(max=1 - 2**-20), is_deterministic=True)

@@ -85,6 +85,7 @@ class ProcessedRows:
         self.rows, self.slots, self.temperature, self.seed, self.suppressed, self.behind = parts.sent["own"]
         self.few = parts.make("few", Filtered)  # those whose top-k is at most FEW
         self.filtered = parts.make("filtered", Filtered)
+        self.limited = any(p.filters and p.top_k > FEW for p in params)  # any of those by top-k
         self.min_p = any(p.filters and p.min_p > 0 for p in params)
         self.penalties = parts.make("penalties", Penalties)
         self.guided = parts.sent.get("guided")  # [index]

@@ -310,7 +310,7 @@ class Sampler:
         for index, top_k, top_p, min_p in zip(*(c.split(FILTER_ROWS) for c in columns), strict=True):
             logits = own[index]
             scaled = logits / rows.temperature[index].unsqueeze(1)
-            kept = top_k_top_p_mask(scaled, top_k, top_p)
+            kept = top_k_top_p_mask(scaled, top_k, top_p, rows.limited or rows.few is filtered)
             if rows.min_p:
                 kept &= min_p_mask(scaled, min_p)
             own[index] = logits.masked_fill_(~kept, processors.NEVER)

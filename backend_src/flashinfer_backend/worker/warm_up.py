@@ -37,6 +37,7 @@ MIXED = (
 FEATURES: list[dict[str, object]] = [
     {},
     {"temperature": 0.7},
+    {"temperature": 0.7, "top_k": 100},
     {"temperature": 0.7, "top_k": 5},
     {"temperature": 0.7, "top_p": 0.9},
     {"temperature": 0.7, "min_p": 0.1},
