@@ -211,6 +211,48 @@ def test_a_runner_with_graphs_has_an_eagle3_head_draft_the_same(tmp_path: Path, 
     assert set(late) == {True, False}
 
 
+def test_drafts_that_cannot_be_made_behind_a_step_harm_no_request(
+    tmp_path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    monkeypatch.setattr(runner, "GraphCapture", ReplayedCapture)
+    for module in (runner, graphs):
+        monkeypatch.setattr(module, "MIXED_SIZES", [8, 16, 32, 48])
+    monkeypatch.setattr(graphs.MixedGraphs, "_layer_seconds", lambda _, size: float(size))
+    monkeypatch.setattr(graphs, "replay_seconds", lambda replay: replay() or 1.0)
+    drafting = {"speculative_method": "eagle3", "draft_model": "bundled", "max_draft_len": 3}
+    produced, failed = [], []
+    for name in ("as they are", "failing"):
+        core = start_core(Path("bundled"), tokens_per_block=16, max_num_seqs=4, **drafting)
+        graphed(core.runner.state)
+        core.runner.capture_graphs([2, 4])
+        late: list[bool] = []
+        if name == "failing":
+            propose = core.runner.drafting.propose
+
+            def proposed(*step: Any, late: list[bool] = late, propose: Any = propose) -> None:
+                if late and late[-1]:
+                    failed.append(len(late))
+                    raise RuntimeError("no memory is left")
+                propose(*step)
+
+            core.runner.drafting.propose = proposed
+            settle = core.runner.settle
+
+            def settled(late: list[bool] = late, settle: Any = settle) -> None:
+                late.append(True)
+                try:
+                    settle()
+                finally:
+                    late.append(False)
+
+            core.runner.settle = settled
+        with serve(core, tmp_path / name) as client:
+            produced.append(client.generate(PROMPTS[:2], [SamplingParams(max_tokens=60, end_id=-1)] * 2))
+            assert not client.failure
+    assert failed and "the drafts behind a step failed" in caplog.text
+    assert produced[0] == produced[1]
+
+
 def _note_what_is_late(runner: Any, late: list[bool]) -> None:
     """late: of each step at whose end a head works, whether that is behind its launch."""
     launch, propose = runner.launch, runner.drafting.propose

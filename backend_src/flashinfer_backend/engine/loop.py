@@ -95,8 +95,7 @@ class EngineLoop:
                 self._launch(plan, began)
         if self.in_flight and (plan is None or len(self.in_flight) > 1):
             self._finish(self.in_flight.popleft())
-        # Behind the reading: when a step has ended is seen by that.
-        self.runner.settle()
+        self._enqueue_rest()
         if self._checker is not None:
             self._checker.check(len(self.in_flight))
         if self._kv_events is not None:
@@ -239,6 +238,18 @@ class EngineLoop:
         failed = plan.slots[prompts] if prompts.any() else plan.slots
         for request in self.scheduler.abandon(plan, failed.tolist()):
             self._send_failure(request, f"{type(error).__name__}: {error}")
+
+    def _enqueue_rest(self) -> None:
+        """Enqueue what the last step left, behind the reading: when a step has ended is seen by that. It is
+        a proposer's work: where it fails, the next drafts are worse, and no request is."""
+        try:
+            self.runner.settle()
+        except Exception as error:
+            if self.runner.others is not None:  # they may be in the middle of it
+                raise
+            if self.runner.device.type == "cuda":
+                torch.cuda.synchronize()  # raises where the device is what failed
+            log.error("the drafts behind a step failed", exc_info=error)
 
     def _fail(self, slot: int, why: str) -> None:
         """End the sequence that has a slot."""
