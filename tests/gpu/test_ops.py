@@ -54,6 +54,12 @@ def test_norm_linear(ops, tokens, rows, hidden, with_bias):
     assert torch.equal(x, before)
 
 
+def test_the_norm_of_no_rows(ops):
+    """As in a step with parts of prompts alone."""
+    assert ops.rms_norm(randn(0, 512), randn(512), 1e-5).shape == (0, 512)
+    assert ops.rms_norm(randn(1, 512), randn(512), 1e-5).isfinite().all()  # no error was left behind
+
+
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("rows, inner", [(4096, 4096), (4096, 14336), (3584, 18944), (1024, 3072)])
 def test_linear_add(ops, tokens, rows, inner):

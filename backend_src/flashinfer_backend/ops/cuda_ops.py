@@ -69,7 +69,8 @@ __all__ = [
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension: x[T, H], weight[H] -> [T, H]."""
-    return flashinfer.rmsnorm(x, weight, eps, enable_pdl=True)
+    # Where no prompt ends in a step, no row is wanted: FlashInfer would launch nothing, which CUDA refuses.
+    return flashinfer.rmsnorm(x, weight, eps, enable_pdl=True) if len(x) else torch.empty_like(x)
 
 
 def norm_linear(
