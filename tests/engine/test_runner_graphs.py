@@ -159,6 +159,15 @@ def test_a_runner_with_graphs_gives_the_tokens_of_one_without(
         assert produced[0][0] == produced[0][2 * len(PROMPTS)] != produced[0][len(PROMPTS)]
 
 
+def _replay_graphs(monkeypatch: Any) -> None:
+    """Graphs without a GPU, and times of theirs that are the same each time."""
+    monkeypatch.setattr(runner, "GraphCapture", ReplayedCapture)
+    for module in (runner, graphs):
+        monkeypatch.setattr(module, "MIXED_SIZES", [8, 16, 32, 48])
+    monkeypatch.setattr(graphs.MixedGraphs, "_layer_seconds", lambda _, size: float(size))
+    monkeypatch.setattr(graphs, "replay_seconds", lambda replay: replay() or 1.0)
+
+
 def test_decode_rows_beside_prompts_read_shared_prefixes_once(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(runner, "GraphCapture", ReplayedCapture)
     for module in (runner, graphs):
@@ -185,11 +194,7 @@ def test_decode_rows_beside_prompts_read_shared_prefixes_once(tmp_path: Path, mo
 
 def test_a_runner_with_graphs_has_an_eagle3_head_draft_the_same(tmp_path: Path, monkeypatch: Any) -> None:
     """As many steps with graphs as without, so as many accepted drafts; and the tokens of no drafts."""
-    monkeypatch.setattr(runner, "GraphCapture", ReplayedCapture)
-    for module in (runner, graphs):
-        monkeypatch.setattr(module, "MIXED_SIZES", [8, 16, 32, 48])
-    monkeypatch.setattr(graphs.MixedGraphs, "_layer_seconds", lambda _, size: float(size))
-    monkeypatch.setattr(graphs, "replay_seconds", lambda replay: replay() or 1.0)
+    _replay_graphs(monkeypatch)
     params = [SamplingParams(max_tokens=40, temperature=0.7 * (i % 2), seed=i, end_id=-1) for i in range(3)]
     drafting = {"speculative_method": "eagle3", "draft_model": "bundled", "max_draft_len": 3}
     produced, steps, late = [], [], []
@@ -214,11 +219,7 @@ def test_a_runner_with_graphs_has_an_eagle3_head_draft_the_same(tmp_path: Path, 
 def test_drafts_that_cannot_be_made_behind_a_step_harm_no_request(
     tmp_path: Path, monkeypatch: Any, caplog: Any
 ) -> None:
-    monkeypatch.setattr(runner, "GraphCapture", ReplayedCapture)
-    for module in (runner, graphs):
-        monkeypatch.setattr(module, "MIXED_SIZES", [8, 16, 32, 48])
-    monkeypatch.setattr(graphs.MixedGraphs, "_layer_seconds", lambda _, size: float(size))
-    monkeypatch.setattr(graphs, "replay_seconds", lambda replay: replay() or 1.0)
+    _replay_graphs(monkeypatch)
     drafting = {"speculative_method": "eagle3", "draft_model": "bundled", "max_draft_len": 3}
     produced, failed = [], []
     for name in ("as they are", "failing"):
