@@ -143,7 +143,7 @@ OPENAI: list[tuple[Any, ...]] = [
 def test_what_is_wrong_is_named(
     door: OpenAiServer, path: str, more: dict[str, Any], words: list[str | None]
 ) -> None:
-    """Before a stream begins, too."""
+    """Also before a stream has begun."""
     *param, said = words
     for stream in [{}, {"stream": True}] if path == CHAT and not more.keys() & STREAMED else [{}]:
         status, message, found, _ = door.error(path, {**GOOD[path], **more, **stream})
