@@ -41,6 +41,14 @@ def stream(server: Server, model: str, requests: list[tuple[str, dict[str, np.nd
     return found
 
 
+def stop_request() -> dict[str, np.ndarray]:
+    """Stops the request with the same id."""
+    return {
+        **{name: int32(0) for name in ("input_ids", "input_lengths", "request_output_len")},
+        "stop": np.array([[True]]),
+    }
+
+
 def strings(*rows: str) -> np.ndarray:
     return np.array([[row.encode()] for row in rows], np.object_)
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each kind of error looks like through each endpoint: its status, and the text clients look for.
+"""What each kind of error looks like through each endpoint: its status, and the text clients look for. No
+other request suffers from it.
 
 HTTP generate and generate_stream of release 24.10 answer 400 to any error of a model; the other endpoints
 keep its status.
@@ -9,12 +10,14 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+from typing import Any
 
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 from asking import inputs, int32, stream, strings
-from contract import LLM, PROMPT, flag, ids_request, number
+from contract import LLM, PROMPT, TEXT, events, flag, generate, ids_request, number, text_of
 from running import Server
 from test_contract_unary import Unary
 from tritonclient.utils import InferenceServerException
@@ -181,6 +184,53 @@ def test_tensors_that_are_not_as_declared(endpoints: Endpoints, endpoint: str, m
     assert status == INVALID_ARG[endpoint] and message in text
 
 
+PARAMETERS: list[tuple[dict[str, Any], str]] = [
+    ({"timeout": -1}, "timeout is -1; it should be the microseconds"),
+    ({"timeout": "soon"}, 'timeout is "soon"'),
+    ({"timeout": 1.5}, "timeout is 1.5"),
+    ({"timeout": True}, "timeout is true"),
+    ({"priority": 10}, "priority is 10; it should be an integer in 1..9"),
+    ({"queue_priority": "high"}, 'queue_priority is "high"'),
+    ({"speculative_decoding": "off"}, 'speculative_decoding is "off"; it should be true or false'),
+    ({"priority": 1, "queue_priority": 2}, "two names of one value"),
+]
+
+
+def test_mistakes_in_parameters_are_named_while_others_go_on(contract: Server) -> None:
+    expected = generate(contract, 64)[TEXT]
+    found: list[str] = []
+    done = threading.Event()
+
+    def others() -> None:
+        while not done.is_set():
+            found.append(text_of(events(contract, 64)))
+
+    threads = [threading.Thread(target=others) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for changes, message in PARAMETERS:
+            asked = {"text_input": PROMPT, "max_tokens": 4, **changes}
+            status, answer = contract.post(asked)
+            assert status == 400, (changes, answer)  # whatever the model's own status is
+            assert message in answer["error"], changes
+            # Streaming, the status may have been sent by then.
+            assert message in str(contract.post(asked | {"stream": True}, stream=True)), changes
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+    assert set(found) == {expected}
+
+
+def test_an_error_leaves_the_grpc_stream_usable(contract: Server) -> None:
+    bad = {**GOOD, "max_tokens": int32(0)}
+    answers = stream(contract, "ensemble", [("1", GOOD), ("2", bad), ("3", GOOD)])
+    assert sum(error is not None for _, error in answers) == 1
+    texts = [r.as_numpy(TEXT) for r, error in answers if error is None]
+    assert sum(text is not None for text in texts) == 2
+
+
 def test_an_unknown_model(endpoints: Endpoints, contract: Server) -> None:
     message = "Request for unknown model: 'nothing' is not found"
     assert endpoints.error("gRPC infer", GOOD, "nothing") == ("StatusCode.NOT_FOUND", message)
@@ -212,9 +262,11 @@ def test_unary_calls_of_a_decoupled_model(contract: Server) -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["gRPC infer", "HTTP infer"])
-def test_streaming_without_decoupled_mode(endpoints: Endpoints, unary: Server, endpoint: str) -> None:
+def test_several_answers_without_decoupled_mode(endpoints: Endpoints, unary: Server, endpoint: str) -> None:
     message = "in ensemble 'ensemble', Streaming is only supported if model is deployed using decoupled mode."
     assert endpoints.error(endpoint, {**GOOD, "stream": flag(True)}) == (INTERNAL[endpoint], message)
+    two = {"text_input": strings("a", "b"), "max_tokens": int32(4, 4)}
+    assert "batch size greater than 1" in endpoints.error(endpoint, two)[1]
     for verb in ("generate", "generate_stream"):
         status, _, text = unary.raw(as_json({**GOOD, "stream": flag(True)}), verb=verb)
         assert (status, json.loads(text.removeprefix("data: "))["error"]) == (400, message)

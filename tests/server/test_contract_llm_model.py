@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
-from asking import inputs, int32, strings
+from asking import inputs, int32, stop_request, strings
 from contract import (
     LLM,
-    OUT_OF_VOCABULARY,
     PROMPT,
     answers,
     decode,
@@ -76,65 +75,21 @@ def test_extra_outputs_have_a_batch_and_a_beam_dimension(contract: Server) -> No
     assert result.as_numpy("kv_cache_alloc_total_blocks").shape == (1, 1)
 
 
-def test_padded_rows_of_a_batch_end_where_input_lengths_says(contract: Server) -> None:
-    prompts = [encode(PROMPT), encode("The")]
-    padded = np.full((2, max(map(len, prompts))), 3, np.int32)
-    for row, prompt in enumerate(prompts):
-        padded[row, : len(prompt)] = prompt
-    values = {
-        "input_ids": padded, "input_lengths": int32(*map(len, prompts)), "request_output_len": int32(6, 6),
-        "end_id": int32(OUT_OF_VOCABULARY, OUT_OF_VOCABULARY),
+def test_inputs_that_ask_for_nothing_pass(contract: Server) -> None:
+    nothing = {
+        "runtime_top_p_min": number(0.1), "runtime_top_p_decay": number(1.0),
+        "runtime_top_p_reset_ids": int32(1), "len_penalty": number(2.0), "early_stopping": flag(True),
+        "beam_search_diversity_rate": number(0.5), "beam_width": int32(1), "pad_id": int32(2),
     }  # fmt: skip
-    found = {r.as_numpy("batch_index").item(): ids(r) for r in answers(contract, LLM, values)}
-    assert found == {0: prompts[0] + greedy(PROMPT, 6), 1: prompts[1] + greedy("The", 6)}
+    assert completion(contract, **nothing) == greedy(PROMPT, N)
 
 
-def test_word_lists_by_ids(contract: Server) -> None:
+def test_stop_words_by_ids_and_by_text(contract: Server) -> None:
     plain = greedy(PROMPT, N)
     stop = np.array([[plain[5:7] + [9], [2, 3, -1]]], np.int32)
     assert completion(contract, stop_words_list=stop) == plain[:7]  # the stop word stays
-    bad = np.array([[[plain[0]], [1]]], np.int32)
-    assert completion(contract, bad_words_list=bad)[0] != plain[0]
-    empty = np.zeros((1, 2, 0), np.int32)
-    assert completion(contract, stop_words_list=empty, bad_words_list=empty) == plain
-    bias = np.zeros((1, len(logits([1])[0])), np.float32)
-    bias[0, 77] = 1000.0
-    assert completion(contract, 3, embedding_bias=bias) == [77] * 3
-    assert completion(contract, embedding_bias=np.zeros((1, 0), np.float32)) == plain
     text = {"stop_words_text": strings(decode(plain[3:5])), "exclude_stop_words_in_output": flag(False)}
     assert completion(contract, **text) == plain[:5]
-
-
-def test_sampling_values(contract: Server) -> None:
-    plain = greedy(PROMPT, N)
-    shipped = {"temperature": number(1.0), "runtime_top_k": int32(1), "runtime_top_p": number(0.0)}
-    assert completion(contract, **shipped, beam_width=int32(1), pad_id=int32(2)) == plain
-    ignored = {
-        "runtime_top_p_min": number(0.1), "runtime_top_p_decay": number(1.0),
-        "runtime_top_p_reset_ids": int32(1), "len_penalty": number(2.0), "early_stopping": flag(True),
-        "beam_search_diversity_rate": number(0.5),
-    }  # fmt: skip
-    assert completion(contract, **ignored) == plain
-    seeds = [{name: np.array([[9]], np.uint64)} for name in ("seed", "random_seed")]
-    sampled = [completion(contract, runtime_top_k=int32(50), **seed) for seed in seeds]
-    assert sampled[0] == sampled[1]
-    for name in ("min_tokens", "min_length"):
-        ended = completion(contract, end_id=int32(plain[4]), **{name: int32(8)})
-        assert len(ended) >= 8 and plain[4] not in ended[:8]
-    penalties = {
-        "repetition_penalty": number(1.3),
-        "presence_penalty": number(0.5),
-        "frequency_penalty": number(0.5),
-    }
-    assert len(completion(contract, 40, **penalties)) == 40
-    guide = {"guided_decoding_guide_type": strings("regex"), "guided_decoding_guide": strings("[0-9]+")}
-    assert decode(completion(contract, 4, **guide)).isdigit()
-
-
-def test_several_sequences(contract: Server) -> None:
-    asked = {"num_return_sequences": int32(2), "seed": np.array([[1]], np.uint64)}
-    found = answers(contract, LLM, ids_request(encode(PROMPT), N, **asked))
-    assert sorted(r.as_numpy("sequence_index").item() for r in found) == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -178,14 +133,13 @@ def test_a_running_request_can_be_stopped(contract: Server, stop_by: str, watch_
             ended.set()
 
     request = inputs(ids_request(encode(PROMPT), 1900, streaming=flag(True)))
-    stop = {name: int32(0) for name in ("input_ids", "input_lengths", "request_output_len")}
     with grpcclient.InferenceServerClient(contract.grpc) as client:
         client.start_stream(receive)
         client.async_stream_infer(LLM, request, request_id="1", enable_empty_final_response=True)
         assert started.wait(120)
         if stop_by == "stop request":
             final = {"enable_empty_final_response": True}
-            client.async_stream_infer(LLM, inputs({**stop, "stop": flag(True)}), request_id="1", **final)
+            client.async_stream_infer(LLM, inputs(stop_request()), request_id="1", **final)
             assert ended.wait(120)
             client.stop_stream()
             assert others == ["empty"]  # the stop request's own answer
@@ -197,17 +151,15 @@ def test_a_running_request_can_be_stopped(contract: Server, stop_by: str, watch_
 
 
 def test_a_stop_request_with_an_endless_id_is_refused_and_harms_nobody(contract: Server) -> None:
-    stop = {name: int32(0) for name in ("input_ids", "input_lengths", "request_output_len")}
-    ((_, error),) = stream(contract, LLM, [("a" + "é" * 40000, {**stop, "stop": flag(True)})])
+    ((_, error),) = stream(contract, LLM, [("a" + "é" * 40000, stop_request())])
     assert "the request id to stop has 80001 bytes; it should have at most 65535" in str(error)
     for _ in range(4):  # every stub goes on
         assert completion(contract) == greedy(PROMPT, N)
 
 
 def test_a_stop_request_for_an_unknown_id_is_no_error(contract: Server) -> None:
-    stop = {name: int32(0) for name in ("input_ids", "input_lengths", "request_output_len")}
-    assert answers(contract, LLM, {**stop, "stop": flag(True)}, request_id="nobody") == []
-    message = refusal(contract, LLM, {**stop, "stop": flag(True)})
+    assert answers(contract, LLM, stop_request(), request_id="nobody") == []
+    message = refusal(contract, LLM, stop_request())
     assert "Trying to stop a request but request ID is not provided" in message
 
 
@@ -218,11 +170,10 @@ def test_a_stop_request_is_answered_once_without_outputs(contract: Server, unary
     for each in (contract, unary):
         assert each.post({"id": "nobody", **numbers, "stop": True}, LLM) == (200, empty)
         assert each.post({"id": "nobody", **numbers, "stop": True}, LLM, stream=True) == [empty]
-    values = {**{name: int32(0) for name in numbers}, "stop": flag(True)}
     found: queue.Queue[Any] = queue.Queue()
     with grpcclient.InferenceServerClient(contract.grpc) as client:
         client.start_stream(lambda result, error: found.put((result, error)))
-        client.async_stream_infer(LLM, inputs(values), request_id="nobody")
+        client.async_stream_infer(LLM, inputs(stop_request()), request_id="nobody")
         result, error = found.get(timeout=120)
         client.stop_stream()
     assert error is None and found.empty()

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
-from asking import PROMPT, inputs, int32, stream, strings
+from asking import PROMPT, inputs, int32, stop_request, stream, strings
 from metering import BLOCKS, ENDLESS, Shown, idle, leaving, metrics_port_open, shown, shown_once
 from running import Server, build_repository, plain_command, running, wait_for
 
@@ -136,15 +136,13 @@ def of_ensemble(answers: list[Any]) -> list[Any]:
 def test_a_sequence_that_is_cancelled_while_it_waits_is_observed_once(metered: Server) -> None:
     before = idle(metered)
     request = {"text_input": strings("a cat, " * 160), "max_tokens": int32(4)}
-    stop = {name: int32(0) for name in ("input_ids", "input_lengths", "request_output_len")}
-    stop["stop"] = np.array([[True]])
     answers: list[Any] = []
     with leaving(metered, 500), grpcclient.InferenceServerClient(metered.grpc) as client:
         shown_once(metered, lambda s: s.blocks("used") >= 12, "too few free blocks for the other prompt")
         client.start_stream(lambda result, error: answers.append((result, error)))
         client.async_stream_infer("ensemble", inputs(request), request_id="waits")
         while not (ends := of_ensemble(answers)):  # the request may not have come to llm yet
-            client.async_stream_infer("llm", inputs(stop), request_id="waits")
+            client.async_stream_infer("llm", inputs(stop_request()), request_id="waits")
             time.sleep(0.01)
     (result,) = ends
     assert result.as_numpy("finish_reason").item() == b"cancelled"

@@ -188,18 +188,30 @@ TOKENS: dict[str, np.ndarray] = {
     "beam_width": int32(2),
     "runtime_top_p_decay": number(0.5),
 }
-TRITON = [("ensemble", *row) for row in ENSEMBLE] + [
-    (LLM, name, value, name) for name, value in TOKENS.items()
+PREPROCESSING: dict[str, np.ndarray] = {
+    "DECODER_QUERY": strings("a"),
+    "IMAGE_BYTES": np.ones((1, 1, 2, 2, 3), np.uint8),
+    "IMAGE_URL": strings("https://example.com/a.png"),
+    "VIDEO_BYTES": np.ones((1, 1, 2, 2, 3), np.uint8),
+    "PROMPT_TABLE_EXTRA_ID": np.array([[1]], np.uint64),
+}
+TRITON = [
+    *(("ensemble", *row) for row in ENSEMBLE),
+    *((LLM, name, value, name) for name, value in TOKENS.items()),
+    *(("preprocessing", name, value, name) for name, value in PREPROCESSING.items()),
 ]
+ASKED: dict[str, dict[str, np.ndarray]] = {
+    "ensemble": {"text_input": strings(PROMPT), "max_tokens": int32(4)},
+    LLM: ids_request([5, 6], 4),
+    "preprocessing": {"QUERY": strings(PROMPT), "REQUEST_OUTPUT_LEN": int32(4)},
+}
 
 
 @pytest.mark.parametrize(("model", "name", "value", "words"), TRITON, ids=lambda value: str(value)[:40])
 def test_what_is_not_served_is_refused_by_name(
     contract: Server, model: str, name: str, value: np.ndarray, words: str
 ) -> None:
-    text = {"text_input": strings(PROMPT), "max_tokens": int32(4)}
-    good = text if model == "ensemble" else ids_request(encode(PROMPT), 4)
-    message = refusal(contract, model, {**good, name: value})
+    message = refusal(contract, model, {**ASKED[model], name: value})
     assert words in message and "not supported" in message
 
 
@@ -218,13 +230,6 @@ def test_inputs_that_are_missing_are_named(contract: Server) -> None:
         message = refusal(contract, LLM, values)
         # The server counts inputs only: with an optional one in its place, a mandatory one may be absent.
         assert re.search(f"{name}.* is missing|missing required input.*'{name}'", message)
-
-
-def test_malformed_word_lists_are_refused(contract: Server) -> None:
-    for offsets in ([3, 2], [4, -1], [-1, 2]):
-        bad = np.array([[[5, 6], offsets]], np.int32)
-        message = refusal(contract, LLM, ids_request([5], 4, bad_words_list=bad))
-        assert "Sparse list must not" in message
 
 
 def test_disaggregated_requests_are_refused(contract: Server) -> None:

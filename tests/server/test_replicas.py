@@ -21,12 +21,11 @@ import numpy as np
 import psutil
 import pytest
 import tritonclient.grpc as grpcclient
+from asking import inputs, stop_request
 from contract import encode, flag, ids_request
 from metering import Shown, metrics_port_open, shown, shown_once
 from prometheus_client.parser import text_string_to_metric_families
-from running import TIMEOUT_S, Server, build_repository, wait_for
-from test_contract_llm_model import inputs, int32
-from test_openai_beside import BothDoors
+from running import TIMEOUT_S, BothDoors, Server, both_running, build_repository, wait_for
 
 from flashinfer_backend.transport.records import read_engine
 
@@ -46,14 +45,9 @@ def context(seed: int, tokens: int = 800) -> str:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothDoors]:
     folder = tmp_path_factory.mktemp("replicas")
-    server = BothDoors(build_repository(folder, "replicas=2"), folder)
-    try:
-        server.wait_ready()
-        wait_for(lambda: server.openai("/health")[0] == 200, "the OpenAI API", 120)
+    with both_running(build_repository(folder, "replicas=2"), folder) as server:
         wait_for(lambda: metrics_port_open(server), "the metrics port")
         yield server
-    finally:
-        server.close()
 
 
 def by_engine(now: Shown, name: str, **labels: str) -> list[float]:
@@ -238,9 +232,8 @@ def test_a_stop_request_reaches_the_engine_of_its_request(two: BothDoors) -> Non
             client.async_stream_infer("llm", long, request_id=str(number))
             wait_for(lambda n=number: sum(active(shown(two))) == n + 1, "the stream in a report")
         assert active(shown(two)) == [1, 1]
-        stop = {name: int32(0) for name in ("input_ids", "input_lengths", "request_output_len")}
         for number in range(2):
-            client.async_stream_infer("llm", inputs({**stop, "stop": flag(True)}), request_id=str(number))
+            client.async_stream_infer("llm", inputs(stop_request()), request_id=str(number))
             while (said := got.get(timeout=TIMEOUT_S)) != (str(number), "cancelled"):
                 assert said[1] in ("token", "empty"), said
     wait_for(lambda: active(shown(two)) == [0, 0], "idle engines")
