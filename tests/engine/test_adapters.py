@@ -18,6 +18,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from checkpoints import make_checkpoint
@@ -49,10 +50,11 @@ SLOW = r"(.+)(.+)(.+)(.+)(.+)(.+)(.+)(.+)\3\4\5\6"  # of a number of ways that g
 ADAPTERS = {"max_loras": 2, "max_lora_rank": 16}
 
 
-def make_adapter(model_dir: Path, folder: Path, form: dict[str, Any], seed: int) -> Path:
-    """As PEFT saves it, with random weights."""
+def make_adapter(base: Path | nn.Module, folder: Path, form: dict[str, Any], seed: int) -> Path:
+    """As PEFT saves it, with random weights. base: the model, or its folder."""
     torch.manual_seed(seed)
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(model_dir), LoraConfig(**form))
+    base = AutoModelForCausalLM.from_pretrained(base) if isinstance(base, Path) else copy.deepcopy(base)
+    model = get_peft_model(base, LoraConfig(**form))
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.15)
@@ -66,16 +68,8 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     model = make_checkpoint(request.param, folder / "model")
     forms = FORMS
     fused = {"phi3": ["qkv_proj", "gate_up_proj", "o_proj"], "mpt": ["Wqkv", "out_proj", "down_proj"]}
-    fused["qwen3.5"] = [
-        "q_proj",
-        "k_proj",
-        "o_proj",
-        "up_proj",
-        "in_proj_qkv",
-        "in_proj_z",
-        "in_proj_a",
-        "out_proj",
-    ]
+    fused["qwen3.5"] = ["q_proj", "k_proj", "o_proj", "up_proj", "out_proj"]
+    fused["qwen3.5"] += [f"in_proj_{name}" for name in ("qkv", "z", "a")]
     if request.param in fused:
         forms = [{"r": 4, "lora_alpha": 64, "target_modules": fused[request.param]}]
     return model, [make_adapter(model, folder / str(i), form, i) for i, form in enumerate(forms)]
@@ -161,15 +155,8 @@ def test_with_other_features(settings: dict[str, Any], made: tuple[Path, list[Pa
 def test_a_4_bit_model_with_all_at_once(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random requests with drafts, chunks, preemption and prefix hits, against PEFT in float64."""
     checkpoint = make_int4("awq", "llama", tmp_path / "model")
-    chosen: list[Path | None] = [None]
-    for number, form in enumerate(FORMS[:2]):
-        torch.manual_seed(number)
-        model = get_peft_model(copy.deepcopy(checkpoint.model), LoraConfig(**form))
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                torch.nn.init.normal_(parameter, std=0.15)
-        model.save_pretrained(tmp_path / str(number))
-        chosen.append(tmp_path / str(number))
+    made = [make_adapter(checkpoint.model, tmp_path / str(i), FORMS[i], i) for i in range(2)]
+    chosen = [None, *made]
     prompts, draw = [prompt + prompt[:10] for prompt in make_prompts(4)], random.Random(ranks)
     peft = PeftModel.from_pretrained(copy.deepcopy(checkpoint.model), chosen[1], "1").double()
     peft.load_adapter(chosen[2], "2")
@@ -247,9 +234,7 @@ def test_what_is_wrong_with_an_adapter_fails_its_requests_alone(
     prompts = make_prompts(1)
     broken, cut = tmp_path / "broken", tmp_path / "cut"
     for folder in (broken, cut):
-        folder.mkdir()
-        for file in adapters[0].iterdir():
-            (folder / file.name).write_bytes(file.read_bytes())
+        shutil.copytree(adapters[0], folder)
     pipe = tmp_path / "pipe"
     pipe.mkdir()
     os.mkfifo(pipe / "adapter_config.json")

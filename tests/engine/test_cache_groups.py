@@ -10,9 +10,7 @@ import pytest
 
 from checkpoints import make_checkpoint
 from engine.harness import serve, start_core
-from engine.ranks_in_threads import start_ranks
-from engine.test_generate import GREEDY, LONG, make_prompts, reference
-from flashinfer_backend.core.sampling_params import SamplingParams
+from engine.test_generate import GREEDY, make_prompts, reference
 
 WINDOW = 21  # no multiple of a block, and shorter than the prompts and the answers
 SETTINGS = {"max_num_seqs": 6, "check_invariants": True, "max_seq_len": 160}
@@ -87,28 +85,3 @@ def test_a_chat_goes_on_from_its_last_turn(folder: Path, tmp_path: Path) -> None
         assert client.generate(prompts, GREEDY) == reference(folder, prompts)
     # The last id of an answer was never fed.
     assert core.scheduler.prompt_tokens_reused == sum((len(prompt) - 3) // 16 * 16 for prompt in prompts)
-
-
-def test_cancelled_requests_leave_nothing_of_any_group(
-    folder: Path, prompts: Any, expected: Any, tmp_path: Path
-) -> None:
-    core = start_core(folder, **SETTINGS | {"max_num_tokens": 16, "max_num_tokens_while_decoding": 16})
-    with serve(core, tmp_path) as client:
-        ids = [client.submit(prompt, SamplingParams(max_tokens=LONG, temperature=0.0)) for prompt in prompts]
-        while len(client.tokens[ids[0]]) < 5:
-            client.receive()
-        for local_id in ids[::2]:
-            client.cancel(local_id)
-        client.wait(ids)
-        assert [client.tokens[i] for i in ids[1::2]] == expected[1::2]
-        assert client.generate(prompts, GREEDY) == expected
-
-
-def test_two_ranks_have_the_same_groups(
-    folder: Path, prompts: Any, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    core = start_ranks(folder, 2, monkeypatch, **SETTINGS, max_tokens_in_paged_kv_cache=256)
-    with serve(core, tmp_path) as client:
-        assert client.generate(prompts, GREEDY) == expected
-    core.close()
-    assert core.scheduler.preemptions

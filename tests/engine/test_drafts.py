@@ -48,9 +48,9 @@ class Replay:
 
     layers, cache_layers, history, defers = (), 0, False, True
 
-    def __init__(self, count: int, spoilt: float) -> None:
+    def __init__(self, count: int, spoilt: float, sequences: list[list[int]] | None = None) -> None:
         self.count, self.spoilt = count, spoilt
-        self.sequences: list[list[int]] = []
+        self.sequences = sequences or []
         self._random = torch.Generator().manual_seed(count)
 
     def propose(self, step: DraftStep, state: Slots, count: int) -> torch.Tensor:
@@ -63,6 +63,12 @@ class Replay:
             drafts[row, : len(follows)] = torch.tensor(follows, dtype=torch.int32)
         wrong = torch.rand(drafts.shape, generator=self._random) < self.spoilt
         return torch.where(wrong, (drafts + 1) % 250, drafts).to(slots.device)
+
+
+def replay(count: int, spoilt: float, found: list[Any]) -> Replay:
+    """Of answers to PROMPTS, with their codes."""
+    sequences = [prompt + tokens for prompt, (tokens, _) in zip(PROMPTS, found, strict=False)]
+    return Replay(count, spoilt, sequences)
 
 
 def answers(
@@ -130,8 +136,7 @@ def test_tokens_are_those_of_steps_without_drafts(
 ):
     expected, told, core, loop = without(blocks)
     assert not blocks or core.scheduler.preemptions
-    proposer = Replay(count, spoilt)
-    proposer.sequences = [prompt + tokens for prompt, (tokens, _) in zip(PROMPTS, expected, strict=False)]
+    proposer = replay(count, spoilt, expected)
     found, retold, _, drafted = answers(
         tmp_path / "with",
         parameters(),
@@ -165,8 +170,7 @@ def test_layers_with_windows_check_drafts(windows: str, graphs: bool, tmp_path: 
     settings: dict[str, Any] = {"folder": folder, "max_seq_len": 256}
     expected, _, core, loop = answers(tmp_path / "without", parameters(), **settings)
     assert [group.window for group in core.runner.state.groups] == groups
-    proposer = Replay(4, 0.3)
-    proposer.sequences = [prompt + tokens for prompt, (tokens, _) in zip(PROMPTS, expected, strict=False)]
+    proposer = replay(4, 0.3, expected)
     found, _, core, drafted = answers(
         tmp_path / "with", parameters(), proposer=proposer, graphs=graphs, **settings
     )
@@ -179,8 +183,7 @@ def test_drafts_come_and_go(graphs: bool, tmp_path: Path, without: Any):
     """In every other step or so, half of them wrong: what a step without drafts opens a block for may stand
     before where the host expects it."""
     expected, *_ = without(0)
-    proposer, generator = Replay(4, 0.5), np.random.default_rng(3)
-    proposer.sequences = [prompt + tokens for prompt, (tokens, _) in zip(PROMPTS, expected, strict=False)]
+    proposer, generator = replay(4, 0.5, expected), np.random.default_rng(3)
     found, _, core, _ = answers(
         tmp_path / "with",
         parameters(),
@@ -199,8 +202,7 @@ def test_what_a_draft_makes_a_bad_word_of_is_not_sampled_behind_it(tmp_path: Pat
         each.bad_words = [tokens[at : at + 2] for at in range(2, 30, 3)]
     expected, *_ = answers(tmp_path / "without", _logged(params))
     assert all(a != b for (a, _), (b, _) in zip(expected, plain, strict=True))
-    proposer = Replay(3, 0.0)
-    proposer.sequences = [prompt + tokens for prompt, (tokens, _) in zip(PROMPTS, expected, strict=False)]
+    proposer = replay(3, 0.0, expected)
     found, *_ = answers(tmp_path / "with", _logged(params), proposer=proposer)
     assert found == expected
 
@@ -219,8 +221,7 @@ def test_sequences_end_amid_accepted_drafts(tmp_path: Path):
     expected, *_ = answers(tmp_path / "without", _logged(params))
     codes = {code for _, code in expected}
     assert {protocol.FINISHED_END_ID, protocol.FINISHED_STOP_WORDS} <= codes
-    proposer = Replay(4, 0.1)
-    proposer.sequences = [prompt + tokens for prompt, (tokens, _) in zip(PROMPTS, plain, strict=False)]
+    proposer = replay(4, 0.1, plain)
     found, *_ = answers(tmp_path / "with", _logged(params), proposer=proposer)
     assert found == expected
 
@@ -242,8 +243,7 @@ def test_ends_are_held_back_amid_drafts(count: int, spoilt: float, tmp_path: Pat
     assert all(a != b for (a, _), (b, _) in zip(expected, plain, strict=True))
     assert all(len(tokens) >= each.min_tokens for (tokens, _), each in zip(expected, params, strict=False))
     assert {len(tokens) for tokens, _ in expected[:12]} - {32}
-    proposer = Replay(count, spoilt)
-    proposer.sequences = [prompt + tokens for prompt, (tokens, _) in zip(PROMPTS, expected, strict=False)]
+    proposer = replay(count, spoilt, expected)
     found, _, core, _ = answers(tmp_path / "with", _logged(params), proposer=proposer)
     assert found == expected
     # Of a third of the tokens or fewer the end is not held back, so others were drafted too.
@@ -275,8 +275,7 @@ def test_grammars_advance_along_drafts(spoilt: float, tmp_path: Path):
     expected, *_, loop = answers(tmp_path / "without", _logged(params))
     codes = [code for _, code in expected]
     assert codes.count(protocol.FINISHED_END_ID) > 9
-    proposer = Replay(4, spoilt)
-    proposer.sequences = [prompt + tokens for prompt, (tokens, _) in zip(PROMPTS, expected, strict=False)]
+    proposer = replay(4, spoilt, expected)
     found, *_, drafted = answers(tmp_path / "with", _logged(params), proposer=proposer)
     assert found == expected
     assert drafted.iteration < loop.iteration * 0.9

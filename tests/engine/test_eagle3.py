@@ -244,8 +244,7 @@ def test_heads_draft_in_fp8(tmp_path: Path):
     params = [SamplingParams(max_tokens=40, temperature=0.8 * i, seed=3, end_id=-1) for i in range(2)]
     found, steps = [], []
     for name, chosen in (("plain", {}), ("with", drafting)):
-        core = start_core(Path("bundled"), **options, **chosen)
-        with serve(core, tmp_path / name) as client:
+        with serve(start_core(Path("bundled"), **options, **chosen), tmp_path / name) as client:
             found.append([client.generate([[0, *range(40, 60)]], each) for each in params])
             steps.append(client.loop.iteration)
     assert found[1] == found[0]

@@ -12,6 +12,7 @@ import torch
 
 from engine.harness import serve, start_core
 from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.engine.start import Core
 from flashinfer_backend.worker import memory
 from quantised import LAYOUTS, PROMPTS, Quantised, make_quantised
 
@@ -25,10 +26,10 @@ CASES += [(layout, "qwen3-moe") for layout in ("ct-dynamic", "ct-block", "blocks
 IN_FP8 = {"kv_cache_dtype": "fp8_e4m3"}
 
 
-def answers(checkpoint: Quantised, run_dir: Path, **options: Any) -> list[tuple[torch.Tensor, list[int]]]:
+def answers(core: Core, run_dir: Path) -> list[tuple[torch.Tensor, list[int]]]:
     """The context logits of each of PROMPTS and eight tokens behind it, served in one batch."""
     params = SamplingParams(max_tokens=8, temperature=0.0, context_logits=True)
-    with serve(start_core(checkpoint.folder, **options), run_dir) as client:
+    with serve(core, run_dir) as client:
         tokens = client.generate(PROMPTS, params)
         sent = [client.reports[i][0].context_logits for i in range(1, len(PROMPTS) + 1)]
     logits = [torch.from_numpy(np.frombuffer(each, np.float32).reshape(-1, VOCAB).copy()) for each in sent]
@@ -57,7 +58,7 @@ def test_logits_and_text_are_those_of_the_format(layout, kind, tmp_path):
     """Also where the checkpoint has scales for a KV cache that is not in FP8."""
     checkpoint = make_quantised(layout, kind, tmp_path / "model", kv_scales=layout.startswith("modelopt"))
     knobs = {"quantization": "fp8"} if layout == "on-load" else {}
-    check(checkpoint, answers(checkpoint, tmp_path / "run", **knobs))
+    check(checkpoint, answers(start_core(checkpoint.folder, **knobs), tmp_path / "run"))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,7 @@ def test_logits_and_text_are_those_of_the_format(layout, kind, tmp_path):
 )
 def test_kv_cache_in_fp8(layout, kind, scaled, tmp_path):
     checkpoint = make_quantised(layout, kind, tmp_path / "model", kv_scales=scaled)
-    check(checkpoint, answers(checkpoint, tmp_path / "run", **IN_FP8), fp8_cache=True)
+    check(checkpoint, answers(start_core(checkpoint.folder, **IN_FP8), tmp_path / "run"), fp8_cache=True)
 
 
 def test_a_prefix_is_reused_from_a_cache_in_fp8(tmp_path):

@@ -122,31 +122,12 @@ def test_seeded_sampling_repeats_alone_and_among_64(checkpoint, tmp_path):
         assert client.generate(prompts[:1], other_seed)[0] != alone[0]
 
 
-def test_end_id_length_and_min_tokens(checkpoint, expected, tmp_path):
-    prompt, continuation = next((p, c) for p, c in expected.items() if c[5] not in c[:5])
-    end_id = continuation[5]
-    core = start_core(checkpoint)
-    with serve(core, tmp_path) as client:
-        stopped = client.submit(list(prompt), SamplingParams(max_tokens=LONG, temperature=0.0, end_id=end_id))
-        longer = client.submit(
-            list(prompt), SamplingParams(max_tokens=LONG, temperature=0.0, end_id=end_id, min_tokens=9)
-        )
-        outside = client.submit(list(prompt), SamplingParams(max_tokens=7, temperature=0.0, end_id=1048576))
-        client.wait([stopped, longer, outside])
-        assert client.tokens[stopped] == continuation[:5]
-        assert client.code[stopped] == protocol.FINISHED_END_ID
-        assert end_id not in client.tokens[longer][:9] and len(client.tokens[longer]) >= 9
-        assert client.tokens[outside] == continuation[:7]
-        assert client.code[outside] == protocol.FINISHED_LENGTH
-
-
 def test_each_end_id_of_the_checkpoint_ends_what_ends_with_one_of_them(checkpoint, expected, tmp_path):
     prompt, continuation = next((p, c) for p, c in expected.items() if c[5] not in [*c[:5], c[6]])
     named = next(token for token in range(3, 100) if token not in continuation)
     folder = shutil.copytree(checkpoint, tmp_path / "model")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [named, -1, continuation[5]]}))
-    core = start_core(folder)
-    with serve(core, tmp_path / "run") as client:
+    with serve(start_core(folder), tmp_path / "run") as client:
 
         def submit(end_id: int, **more: int) -> int:
             params = SamplingParams(max_tokens=7, temperature=0.0, end_id=end_id, **more)
@@ -165,22 +146,8 @@ def test_each_end_id_of_the_checkpoint_ends_what_ends_with_one_of_them(checkpoin
             assert client.tokens[one] == continuation[:7] and client.code[one] == protocol.FINISHED_LENGTH
 
 
-def test_token_level_stop_sequence_stays_in_the_output(checkpoint, expected, tmp_path):
-    prompt, continuation = next(iter(expected.items()))
-    stop = continuation[3:5]
-    first = next(i for i in range(len(continuation)) if continuation[i : i + 2] == stop)
-    core = start_core(checkpoint)
-    with serve(core, tmp_path) as client:
-        params = SamplingParams(max_tokens=LONG, temperature=0.0, stop_sequences=[[], [249, 249, 249], stop])
-        one = client.submit(list(prompt), params)
-        client.wait([one])
-        assert client.tokens[one] == continuation[: first + 2]
-        assert client.code[one] == protocol.FINISHED_STOP_WORDS
-
-
 def test_output_is_cut_where_max_seq_len_ends(checkpoint, tmp_path):
-    core = start_core(checkpoint, max_seq_len=40)
-    with serve(core, tmp_path) as client:
+    with serve(start_core(checkpoint, max_seq_len=40), tmp_path) as client:
         assert len(client.generate([[5] * 30], GREEDY)[0]) == 10
 
 
@@ -217,8 +184,7 @@ def test_the_end_token_that_only_the_tokenizer_names_ends_a_sequence(tmp_path, c
         vocabulary = {"added_tokens": [{"id": end_id, "content": "<end>"}]}
         (folder / "tokenizer.json").write_text(json.dumps(vocabulary))
     of_config = json.loads((model_dir / "config.json").read_text())["eos_token_id"]
-    core = start_core(model_dir, tokenizer_dir=str(tokenizer_dir))
-    with serve(core, tmp_path / "run") as client:
+    with serve(start_core(model_dir, tokenizer_dir=str(tokenizer_dir)), tmp_path / "run") as client:
         one = client.submit(list(prompt), SamplingParams(max_tokens=LONG, temperature=0.0, end_id=of_config))
         other = client.submit(list(prompt), SamplingParams(max_tokens=LONG, temperature=0.0, end_id=254))
         client.wait([one, other])

@@ -5,13 +5,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
-from engine.harness import serve, start_core
+from engine.harness import start_core
 from engine.ranks_in_threads import start_ranks
-from flashinfer_backend.core.sampling_params import SamplingParams
+from engine.test_fp8 import answers
 from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.engine.start import Core
 from flashinfer_backend.models.errors import UnsupportedModelError
@@ -22,7 +20,6 @@ from flashinfer_backend.ops import torch_ops
 from int4_checkpoints import INT4_LAYOUTS, make_int4
 from quantised import PROMPTS, Quantised
 
-VOCAB = 256
 CASES = [(layout, "llama") for layout in INT4_LAYOUTS if layout != "gptq-qwen3.5"] + [
     ("awq", "qwen2"),  # with a bias of qkv
     ("gptq", "qwen2"),
@@ -41,12 +38,7 @@ CASES = [(layout, "llama") for layout in INT4_LAYOUTS if layout != "gptq-qwen3.5
 
 def check(checkpoint: Quantised, core: Core, run_dir: Path) -> None:
     """Context logits of PROMPTS, in one batch, and eight tokens behind each."""
-    params = SamplingParams(max_tokens=8, temperature=0.0, context_logits=True)
-    with serve(core, run_dir) as client:
-        produced = client.generate(PROMPTS, params)
-        sent = [client.reports[i][0].context_logits for i in range(1, len(PROMPTS) + 1)]
-    for prompt, tokens, each in zip(PROMPTS, produced, sent, strict=True):
-        logits = torch.from_numpy(np.frombuffer(each, np.float32).reshape(-1, VOCAB).copy())
+    for prompt, (logits, tokens) in zip(PROMPTS, answers(core, run_dir), strict=True):
         every = checkpoint.logits(prompt + tokens)
         expected, behind = every[: len(prompt)], every[len(prompt) - 1 : -1]
         assert (logits - expected).abs().max() < 1e-4  # their standard deviation is 1.6

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from engine.harness import serve, start_core
 from flashinfer_backend.core.config import EngineConfig, resolve_limits
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.transport import protocol
+from waiting import wait_for
 
 LONG = SamplingParams(max_tokens=200, temperature=0.0)
 
@@ -25,8 +25,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_cancel_while_running_waiting_and_unknown(checkpoint, tmp_path):
-    core = start_core(checkpoint, max_num_seqs=2)
-    with serve(core, tmp_path) as client:
+    with serve(start_core(checkpoint, max_num_seqs=2), tmp_path) as client:
         ids = [client.submit([5, 6, 7], LONG) for _ in range(4)]
         while len(client.tokens[ids[0]]) < 3:
             client.receive()
@@ -64,8 +63,7 @@ def test_cancel_storm_leaves_nothing_and_harms_nobody(checkpoint, tmp_path):
 
 
 def test_goodbye_drops_the_stubs_requests(checkpoint, tmp_path):
-    core = start_core(checkpoint)
-    with serve(core, tmp_path) as client:
+    with serve(start_core(checkpoint), tmp_path) as client:
         client.submit([5, 6, 7], LONG)
         client.receive()
         client.goodbye()
@@ -73,38 +71,22 @@ def test_goodbye_drops_the_stubs_requests(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("limits", "advice"),
+    ("limits", "prompt", "message"),
     [
-        ({"max_input_len": 50}, ", or raise max_input_len when"),
-        ({"max_seq_len": 51}, ", or raise max_seq_len (51) when"),
-        ({"max_seq_len": 0}, "; max_seq_len ({longest}) is the most that the checkpoint allows"),
-    ],
-)
-def test_a_prompt_that_is_too_long_hears_what_could_be_raised(checkpoint, tmp_path, limits, advice):
-    core = start_core(checkpoint, **limits)
-    longest = core.spec.longest_seq_len
-    with serve(core, tmp_path, wants_status=True) as client:
-        bad = client.submit([5] * longest, LONG)
-        client.wait([bad])
-        assert f". Shorten the prompt{advice.format(longest=longest)}" in client.failure[bad].message
-        while not client.statuses:
-            client.receive()
-        assert client.statuses[0].longest_seq_len == longest
-
-
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [
-        ([], "no tokens"),
-        ([5] * 60,
-         "Prompt length (60) exceeds maximum input length (50). Shorten the prompt, or raise max_input"),
-        ([5, 100000], "0..255"),
-        ([-1], "0..255"),
+        ({}, [], "no tokens"),
+        ({}, [5, 100000], "0..255"),
+        ({}, [-1], "0..255"),
+        ({"max_input_len": 50}, [5] * 60,
+         "Prompt length (60) exceeds maximum input length (50). Shorten the prompt, or raise max_input_len"),
+        ({"max_seq_len": 51}, [5] * 51, ". Shorten the prompt, or raise max_seq_len (51) when"),
+        ({"max_seq_len": 0}, [5] * 512,
+         ". Shorten the prompt; max_seq_len (512) is the most that the checkpoint allows"),
+        ({"max_tokens_in_paged_kv_cache": 32}, [5] * 40,
+         "(31). Shorten the prompt, or raise max_seq_len (32) when"),
     ],
 )  # fmt: skip
-def test_refused_prompts_say_why(checkpoint, tmp_path, prompt, message):
-    core = start_core(checkpoint, max_input_len=50)
-    with serve(core, tmp_path) as client:
+def test_refused_prompts_say_why_and_what_could_be_raised(checkpoint, tmp_path, limits, prompt, message):
+    with serve(start_core(checkpoint, **limits), tmp_path) as client:
         good = client.submit([5, 6, 7], SamplingParams(max_tokens=5, temperature=0.0))
         bad = client.submit(prompt, LONG)
         client.wait([good, bad])
@@ -112,32 +94,8 @@ def test_refused_prompts_say_why(checkpoint, tmp_path, prompt, message):
         assert len(client.tokens[good]) == 5
 
 
-def test_a_small_cache_says_that_it_bounds_prompts(checkpoint, tmp_path):
-    core = start_core(checkpoint, max_input_len=50, max_tokens_in_paged_kv_cache=32)
-    with serve(core, tmp_path) as client:
-        bad = client.submit([5] * 40, LONG)
-        client.wait([bad])
-        told = client.failure[bad].message
-        assert "maximum input length (31). Shorten the prompt, or raise max_seq_len (32)" in told
-        assert "if the KV cache has no room for more" in told
-
-
-def test_full_queue_is_refused(checkpoint, tmp_path):
-    core = start_core(checkpoint, max_num_seqs=1, max_queue_size=2)
-    with serve(core, tmp_path) as client:
-        first = client.submit([5, 6, 7], LONG)
-        while not client.tokens[first]:
-            client.receive()
-        ids = [client.submit([5, 6, 7], SamplingParams(max_tokens=2, temperature=0.0)) for _ in range(4)]
-        client.wait([first, *ids])
-        assert sorted(i for i in ids if i in client.failure) == ids[2:]
-        assert "Maximum queue size of 2" in client.failure[ids[3]].message
-        assert client.failure[ids[3]].refused
-
-
 def test_a_burst_that_finds_slots_is_not_refused(checkpoint, tmp_path):
-    core = start_core(checkpoint, max_num_seqs=8, max_queue_size=2)
-    with serve(core, tmp_path) as client:
+    with serve(start_core(checkpoint, max_num_seqs=8, max_queue_size=2), tmp_path) as client:
         ids = [client.submit([5, 6, 7], LONG) for _ in range(12)]
         client.wait(ids[10:])  # eight run, two wait
         assert sorted(client.failure) == ids[10:]
@@ -147,16 +105,14 @@ def test_a_burst_that_finds_slots_is_not_refused(checkpoint, tmp_path):
 
 
 def test_status_counts_blocks_and_requests(checkpoint, tmp_path):
-    core = start_core(checkpoint, enable_kv_cache_reuse=False)
-    with serve(core, tmp_path, wants_status=True) as client:
+    with serve(start_core(checkpoint, enable_kv_cache_reuse=False), tmp_path, wants_status=True) as client:
         one = client.submit([5] * 33, LONG)
         client.wait([one])
         busy = [s for s in client.statuses if s.requests_running]
         assert busy and all(s.blocks_used >= 3 for s in busy)
-        deadline = time.monotonic() + 120
-        while client.statuses[-1].requests_active and time.monotonic() < deadline:
-            client.receive()
+        wait_for(lambda: client.receive() or not client.statuses[-1].requests_active)
         last = client.statuses[-1]
+        assert last.longest_seq_len == 512
         assert (last.blocks_used, last.requests_active, last.generated_tokens) == (0, 0, 200)
 
 
@@ -168,8 +124,7 @@ def test_the_bound_of_the_cache_is_rounded_up_to_whole_blocks(checkpoint, tokens
 
 
 def test_garbage_on_the_socket_is_survived(checkpoint, tmp_path):
-    core = start_core(checkpoint)
-    with serve(core, tmp_path) as client:
+    with serve(start_core(checkpoint), tmp_path) as client:
         client._socket.send(b"\xff\x00garbage")
         client._socket.send_multipart([b"a", b"b", b"c"])
         assert len(client.generate([[5]], SamplingParams(max_tokens=3, temperature=0.0))[0]) == 3
@@ -235,24 +190,11 @@ def test_engine_process_ends_with_its_parent(checkpoint, tmp_path):
         f'{{"model_dir": "{checkpoint}", "device": "cpu", "max_seq_len": 128}}'
     )
     parent = subprocess.Popen(["sleep", "60"])
-    engine = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "flashinfer_backend.engine",
-            "--run-dir",
-            str(tmp_path),
-            "--parent-pid",
-            str(parent.pid),
-            "--config",
-            str(tmp_path / "engine.json"),
-        ]
-    )
+    arguments = ["--run-dir", tmp_path, "--parent-pid", parent.pid, "--config", tmp_path / "engine.json"]
+    engine = subprocess.Popen([sys.executable, "-m", "flashinfer_backend.engine", *map(str, arguments)])
     try:
-        deadline = time.monotonic() + 120
-        while not (tmp_path / "engine.sock").exists():
-            assert engine.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_for(lambda: (tmp_path / "engine.sock").exists() or engine.poll() is not None)
+        assert engine.poll() is None
         parent.kill()
         parent.wait()
         assert engine.wait(120) == 0

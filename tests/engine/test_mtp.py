@@ -23,14 +23,12 @@ from engine.harness import start_core
 from engine.ranks_in_threads import start_ranks
 from engine.test_eagle3 import BLOCK, PROMPTS, Recorded, answers, check
 from engine.test_graph_steps import replayed
-from engine.test_runner_graphs import graphed
+from engine.test_runner_graphs import graphed, replay_graphs
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import WeightsError
 from flashinfer_backend.speculate.heads import HeadProposer
 from flashinfer_backend.speculate.mtp import load_mtp
-from flashinfer_backend.worker import graphs, runner
-from replayed import ReplayedCapture
 
 PREFIX = "mtp.layers.0."
 
@@ -136,11 +134,7 @@ def test_all_graphs_give_the_tokens_of_none(
 ) -> None:
     """Steps with prompts too: the head takes in their tokens behind the last graph."""
     folder, _ = made
-    monkeypatch.setattr(runner, "GraphCapture", ReplayedCapture)
-    for module in (runner, graphs):
-        monkeypatch.setattr(module, "MIXED_SIZES", [8, 16, 32])
-    monkeypatch.setattr(graphs.MixedGraphs, "_layer_seconds", lambda _, size: float(size))
-    monkeypatch.setattr(graphs, "replay_seconds", lambda replay: replay() or 1.0)
+    replay_graphs(monkeypatch)
     found, options = [], {"tokens_per_block": 16, "max_num_tokens": 24, "max_num_tokens_while_decoding": 24}
     for name in ("plain", "drafts", "graphs"):
         drafting = {} if name == "plain" else {"speculative_method": "mtp", "max_draft_len": 3}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.harness import serve, start_core
+from engine.harness import Client, serve, start_core
 from engine.ranks_in_threads import start_ranks
 from flashinfer_backend.core.sampling_params import SamplingParams
 
@@ -30,6 +30,11 @@ def parameters(every_other: bool = False) -> list[SamplingParams]:
     return params
 
 
+def ends(client: Client) -> list[Any]:
+    """The last metrics of each sequence, which have all of its drafts."""
+    return [[r.perf for r in each if r.perf is not None][-1] for each in client.reports.values()]
+
+
 def run(core: Any, tmp_path: Path) -> tuple[list[list[int]], Any]:
     with serve(core, tmp_path) as client:
         tokens = client.generate(PROMPTS, parameters())
@@ -37,11 +42,9 @@ def run(core: Any, tmp_path: Path) -> tuple[list[list[int]], Any]:
         again = [prompt + found[:24] for prompt, found in zip(PROMPTS, tokens, strict=True)]
         tokens += client.generate(again, parameters())
         assert core.scheduler.prompt_tokens_reused or core.scheduler.preemptions
-        # Each sequence's last report has all of its drafts.
-        ends = [[r.perf for r in each if r.perf is not None][-1] for each in client.reports.values()]
         status = client.loop.status()
-        assert sum(perf.drafted_tokens for perf in ends) == status.drafted_tokens
-        assert sum(perf.accepted_tokens for perf in ends) == status.accepted_tokens
+        assert sum(perf.drafted_tokens for perf in ends(client)) == status.drafted_tokens
+        assert sum(perf.accepted_tokens for perf in ends(client)) == status.accepted_tokens
     core.close()
     return tokens, core.scheduler
 
@@ -70,11 +73,7 @@ def test_requests_can_switch_drafts_off(tmp_path: Path) -> None:
     core = start_core(Path("bundled"), max_num_seqs=4, check_invariants=True, **NGRAM)
     with serve(core, tmp_path / "with") as client:
         assert client.generate(PROMPTS, parameters(every_other=True)) == expected[: len(PROMPTS)]
-        drafted = [
-            [r.perf for r in each if r.perf is not None][-1].drafted_tokens
-            for each in client.reports.values()
-        ]
-        assert [bool(count) for count in drafted] == off
+        assert [bool(perf.drafted_tokens) for perf in ends(client)] == off
     core.close()
 
 
@@ -86,12 +85,8 @@ def test_a_least_length_keeps_no_drafts_away(tmp_path: Path) -> None:
     params = [SamplingParams(**asked, end_id=end_id) for end_id in (1 << 20, 1)]
     with serve(core, tmp_path) as client:
         assert [len(tokens) for tokens in client.generate(PROMPTS[:2], params)] == [60, 60]
-        drafted = [
-            [r.perf for r in each if r.perf is not None][-1].drafted_tokens
-            for each in client.reports.values()
-        ]
+        assert all(perf.drafted_tokens for perf in ends(client))
     core.close()
-    assert all(drafted)
 
 
 def test_ranks_draft_the_same(tmp_path: Path, monkeypatch: Any) -> None:

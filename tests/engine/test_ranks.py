@@ -120,11 +120,9 @@ SIZES = {"head_dim": 128, "intermediate_size": 512}  # half of them are whole bl
 )
 def test_ranks_serve_fp8(layout, kind, tmp_path, monkeypatch):
     checkpoint = make_quantised(layout, kind, tmp_path / "model", ranks=2, **SIZES)
-    monkeypatch.setattr(
-        "engine.test_fp8.start_core", lambda *args, **kw: start_ranks(args[0], 2, monkeypatch, **kw)
-    )
     knobs = {"quantization": "fp8"} if layout == "on-load" else {}
-    check(checkpoint, answers(checkpoint, tmp_path / "run", **knobs))
+    core = start_ranks(checkpoint.folder, 2, monkeypatch, **knobs)
+    check(checkpoint, answers(core, tmp_path / "run"))
 
 
 @pytest.mark.parametrize(

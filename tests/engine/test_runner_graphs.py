@@ -105,13 +105,9 @@ def graphed(state: DeviceState) -> list[GraphedAttention]:
     return found
 
 
-@pytest.mark.parametrize("feature", ["one group", "windows", "adapters", "states"])
-def test_a_runner_with_graphs_gives_the_tokens_of_one_without(
-    feature: str, tmp_path: Path, monkeypatch: Any
-) -> None:
-    """With windows, those of two lengths, in turn with layers that see all. With adapters, rows of two and
-    rows without any. With states, steps with prompts go in pieces."""
-    windows, options = feature == "windows", {}
+def replay_graphs(monkeypatch: Any) -> list[ReplayedCapture]:
+    """Graphs without a GPU, of up to 64 tokens of a step, and times of theirs that are the same each time.
+    What is captured for each runner."""
     captures: list[ReplayedCapture] = []
 
     def capture() -> ReplayedCapture:
@@ -120,9 +116,20 @@ def test_a_runner_with_graphs_gives_the_tokens_of_one_without(
 
     monkeypatch.setattr(runner, "GraphCapture", capture)
     for module in (runner, graphs):
-        monkeypatch.setattr(module, "MIXED_SIZES", [8, 16, 32, 48])  # of up to 64 tokens of a step
+        monkeypatch.setattr(module, "MIXED_SIZES", [8, 16, 32, 48])
     monkeypatch.setattr(graphs.MixedGraphs, "_layer_seconds", lambda _, size: float(size))
     monkeypatch.setattr(graphs, "replay_seconds", lambda replay: replay() or 1.0)
+    return captures
+
+
+@pytest.mark.parametrize("feature", ["one group", "windows", "adapters", "states"])
+def test_a_runner_with_graphs_gives_the_tokens_of_one_without(
+    feature: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """With windows, those of two lengths, in turn with layers that see all. With adapters, rows of two and
+    rows without any. With states, steps with prompts go in pieces."""
+    windows, options = feature == "windows", {}
+    captures = replay_graphs(monkeypatch)
     params = [SamplingParams(max_tokens=20 + 4 * i, temperature=0.7 * (i % 2), seed=i) for i in range(12)]
     folder, produced = Path("bundled"), []
     if windows:
@@ -159,20 +166,8 @@ def test_a_runner_with_graphs_gives_the_tokens_of_one_without(
         assert produced[0][0] == produced[0][2 * len(PROMPTS)] != produced[0][len(PROMPTS)]
 
 
-def _replay_graphs(monkeypatch: Any) -> None:
-    """Graphs without a GPU, and times of theirs that are the same each time."""
-    monkeypatch.setattr(runner, "GraphCapture", ReplayedCapture)
-    for module in (runner, graphs):
-        monkeypatch.setattr(module, "MIXED_SIZES", [8, 16, 32, 48])
-    monkeypatch.setattr(graphs.MixedGraphs, "_layer_seconds", lambda _, size: float(size))
-    monkeypatch.setattr(graphs, "replay_seconds", lambda replay: replay() or 1.0)
-
-
 def test_decode_rows_beside_prompts_read_shared_prefixes_once(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(runner, "GraphCapture", ReplayedCapture)
-    for module in (runner, graphs):
-        monkeypatch.setattr(module, "MIXED_SIZES", [8, 16, 32, 48])
-    monkeypatch.setattr(graphs.MixedGraphs, "_layer_seconds", lambda _, size: float(size))
+    replay_graphs(monkeypatch)
     monkeypatch.setattr(graphs, "LARGEST_SHARING", 32)
     monkeypatch.setattr(prefixes, "LEAST_SAVED", 1 << 18)
     document = list(range(40, 232))
@@ -194,7 +189,7 @@ def test_decode_rows_beside_prompts_read_shared_prefixes_once(tmp_path: Path, mo
 
 def test_a_runner_with_graphs_has_an_eagle3_head_draft_the_same(tmp_path: Path, monkeypatch: Any) -> None:
     """As many steps with graphs as without, so as many accepted drafts; and the tokens of no drafts."""
-    _replay_graphs(monkeypatch)
+    replay_graphs(monkeypatch)
     params = [SamplingParams(max_tokens=40, temperature=0.7 * (i % 2), seed=i, end_id=-1) for i in range(3)]
     drafting = {"speculative_method": "eagle3", "draft_model": "bundled", "max_draft_len": 3}
     produced, steps, late = [], [], []
@@ -219,7 +214,7 @@ def test_a_runner_with_graphs_has_an_eagle3_head_draft_the_same(tmp_path: Path, 
 def test_drafts_that_cannot_be_made_behind_a_step_harm_no_request(
     tmp_path: Path, monkeypatch: Any, caplog: Any
 ) -> None:
-    _replay_graphs(monkeypatch)
+    replay_graphs(monkeypatch)
     drafting = {"speculative_method": "eagle3", "draft_model": "bundled", "max_draft_len": 3}
     produced, failed = [], []
     for name in ("as they are", "failing"):

@@ -254,8 +254,7 @@ def test_rows_that_ask_for_nothing_stay_on_the_plain_path(checkpoint, tmp_path):
     ],
 )
 def test_extreme_biases_and_penalties_harm_nobody(checkpoint, tmp_path, extreme, expected):
-    core = start_core(checkpoint)
-    with serve(core, tmp_path) as client:
+    with serve(start_core(checkpoint), tmp_path) as client:
         prompts = make_prompts(2)
         plain = client.submit(prompts[0], SamplingParams(max_tokens=20, temperature=0.0))
         params = SamplingParams(max_tokens=4, temperature=0.01, top_p=0.9, **extreme)
@@ -298,8 +297,7 @@ def test_a_request_without_an_allowed_token_fails_alone(checkpoint, model, tmp_p
 def test_no_log_prob_for_an_end_id(checkpoint, model, tmp_path):
     prompt = make_prompts(1)[0]
     first = greedy(model, prompt, 1)[0]
-    core = start_core(checkpoint)
-    with serve(core, tmp_path) as client:
+    with serve(start_core(checkpoint), tmp_path) as client:
         params = SamplingParams(max_tokens=8, temperature=0.0, end_id=first)
         asks = {"log_probs": True, "generation_logits": True, "context_logits": True}
         one = client.submit(prompt, protocol.msgspec.structs.replace(params, **asks))
@@ -308,16 +306,3 @@ def test_no_log_prob_for_an_end_id(checkpoint, model, tmp_path):
         (report,) = client.reports[one]
         assert report.log_prob is None and report.generation_logits is None
         assert report.context_logits is not None and len(report.context_logits) == 4 * VOCAB * len(prompt)
-
-
-def test_context_logits_of_preempted_requests_come_once(checkpoint, model, tmp_path, monkeypatch):
-    monkeypatch.setattr("flashinfer_backend.sampling.logprobs.CONTEXT_ROWS", 8)
-    core = start_core(checkpoint, max_seq_len=160, max_num_seqs=16, max_tokens_in_paged_kv_cache=320)
-    params = SamplingParams(max_tokens=60, temperature=0.0, context_logits=True)
-    prompts = make_prompts(12, 40)
-    with serve(core, tmp_path) as client:
-        ids = [client.submit(prompt, params) for prompt in prompts]
-        client.wait(ids)
-        assert core.scheduler.preemptions
-        for local_id, prompt in zip(ids, prompts, strict=True):
-            check(model, client, local_id, prompt, params)

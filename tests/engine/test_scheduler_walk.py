@@ -227,22 +227,6 @@ def test_answers_in_walks_of_real_models_are_those_of_requests_alone(kind: str) 
     assert bool(counts["restored states"]) == kind.startswith(("qwen3.5", "qwen3-next"))
 
 
-def test_a_mixed_load_on_a_real_engine_keeps_every_invariant() -> None:
-    """With preemptions, cancellations, shared prompts and the prefix cache."""
-    engine = Engine(max_tokens_in_paged_kv_cache=256, max_num_seqs=4, check_invariants=True)
-    for local_id in range(1, 13):
-        engine.submit(local_id, 40 + 17 * (local_id % 3), prompt_tokens=20 + 7 * (local_id % 4))
-        engine.submit(100 + local_id, 30, prompt_tokens=40, share_with=101 + 4 * (local_id // 4))
-    for turn in range(60):
-        engine.step()
-        if turn % 12 == 5:
-            engine.cancel(next(iter(engine.running), 1))
-    engine.run()
-    assert engine.loop.scheduler.preemptions and engine.loop.scheduler.prompt_tokens_reused
-    codes = list(engine.socket.codes.values())
-    assert len(codes) == 24 and codes.count(protocol.FINISHED_CANCELLED) == 5
-
-
 def _twice(engine: Engine) -> None:
     pool = engine.loop.scheduler.kv_manager.pools[0]
     pool._free.append(next(iter(engine.loop.scheduler.running.values())).held[0].blocks[0])

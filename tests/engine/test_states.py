@@ -165,8 +165,9 @@ def test_accepted_drafts_enter_the_state_and_rejected_ones_do_not(
     """Next to prompts in chunks, preempted, and from prefixes, which end behind a prompt then."""
     limits = {"max_num_tokens": 33, "max_num_tokens_while_decoding": 33}
     prompts = [tokens(30 + 15 * seed, seed=seed) for seed in range(6)]
-    expected, proposer = reference(folder, prompts), Replay(3, spoilt)
-    proposer.sequences = [prompt + answer for prompt, answer in zip(prompts, expected, strict=True)]
+    expected = reference(folder, prompts)
+    sequences = [prompt + answer for prompt, answer in zip(prompts, expected, strict=True)]
+    proposer = Replay(3, spoilt, sequences)
     few = {"max_tokens_in_paged_kv_cache": 288, "max_seq_len": 192}
     core = start(folder, proposer=proposer, **limits, **few)
     capture = replayed(core.runner) if graphs else None

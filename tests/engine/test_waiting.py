@@ -175,40 +175,6 @@ def test_who_waits_too_long_is_refused_and_the_others_go_on():
     assert [len(tokens) for tokens in engine.socket.tokens.values()] == [20, 5]
 
 
-def test_a_longer_request_that_comes_later_goes_first():
-    engine = Engine(max_num_seqs=1, schedule_policy="lof")
-    engine.submit(1, 30)
-    engine.submit(2, 4)
-    engine.submit(3, 6)
-    engine.step()
-    assert (engine.running, engine.waiting) == ([1], [3, 2])
-    engine.submit(4, 5)
-    engine.submit(5, 7)
-    engine.step()
-    assert engine.waiting == [5, 3, 4, 2]
-    engine.run()
-    assert list(engine.socket.tokens) == [1, 5, 3, 4, 2]
-
-
-def test_cancelled_requests_leave_the_queue_and_the_others_keep_their_order():
-    engine = Engine(max_num_seqs=1, schedule_policy="lof")
-    for local_id, max_tokens in enumerate([50, 5, 8, 5, 6, 8, 5], 1):
-        engine.submit(local_id, max_tokens)
-    engine.step()
-    assert engine.waiting == [3, 6, 5, 2, 4, 7]
-    for local_id in (3, 5, 4, 7):
-        engine.cancel(local_id)
-    engine.step()
-    assert engine.waiting == [6, 2]
-    engine.cancel(1)  # running
-    engine.submit(3, 7)  # the name of a cancelled one
-    engine.run()
-    assert list(engine.socket.tokens) == [1, 6, 3, 2]
-    assert engine.socket.codes.pop(1) == protocol.FINISHED_CANCELLED
-    ended = {i: code for i, code in engine.socket.codes.items() if i not in (4, 5, 7)}
-    assert ended == dict.fromkeys((6, 3, 2), protocol.FINISHED_LENGTH)
-
-
 @pytest.mark.parametrize("policy", ["fcfs", "lof"])
 def test_preempted_sequences_stay_ahead_of_what_waits(policy):
     """The newest is sent back first and resumed last; a longer one that came later overtakes neither."""
