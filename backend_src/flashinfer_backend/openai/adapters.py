@@ -13,7 +13,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from flashinfer_backend.models.adapters import AdapterError
 from flashinfer_backend.openai.door import Door, able_door
-from flashinfer_backend.openai.errors import ApiError
+from flashinfer_backend.openai.errors import ApiError, field_error
 from flashinfer_backend.openai.requests import decode
 from flashinfer_backend.serving.adapters import NameTakenError
 
@@ -67,7 +67,7 @@ async def load_adapter(doors: Sequence[Door], door: Door, request: LoadRequest) 
     try:
         folder = Path(root, request.lora_path).resolve()
     except (OSError, RuntimeError, ValueError) as error:  # a link to itself, a character 0
-        raise ApiError(f"lora_path cannot be followed: {error}", param="lora_path") from None
+        raise field_error("lora_path", f"cannot be followed: {error}") from None
     if root not in folder.parents:
         raise ApiError(f"lora_path should be a folder below {root} (--lora-root)", 403, "lora_path")
     for each in doors:

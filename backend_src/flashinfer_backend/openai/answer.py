@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from flashinfer_backend.openai import request_ids
 from flashinfer_backend.openai.connection import BODY_SEND
 from flashinfer_backend.openai.door import Door
-from flashinfer_backend.openai.errors import ApiError
+from flashinfer_backend.openai.errors import ApiError, field_error
 from flashinfer_backend.openai.link import SHUTTING_DOWN, ClientLeft, Stream, Streams, unavailable
 from flashinfer_backend.serving.generation import Chunk
 from flashinfer_backend.text.chunk import NO_LIMIT
@@ -91,7 +91,7 @@ def unwrapped_text(content: Any, place: str) -> str:
     try:
         return base64.b64decode(content or "", validate=True).decode()
     except (TypeError, ValueError):
-        raise ApiError(f"{place} is not of this server", param=place) from None
+        raise field_error(place, "is not of this server") from None
 
 
 class Usage:

@@ -16,7 +16,7 @@ from flashinfer_backend.core.values import shown
 from flashinfer_backend.openai.answer import Usage, encode, respond, unwrapped_text, wrapped_text
 from flashinfer_backend.openai.chat import Answer, Conversation, Turn, add_effort, render
 from flashinfer_backend.openai.door import Door
-from flashinfer_backend.openai.errors import ApiError
+from flashinfer_backend.openai.errors import ApiError, field_error
 from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, REASONING, Event
 from flashinfer_backend.openai.requests import (
     CountTokensRequest,
@@ -111,7 +111,7 @@ def messages_of(request: CountTokensRequest) -> tuple[list[dict[str, Any]], list
         places.append(Place(place, f"{place}.content"))
 
     if not request.messages:
-        raise ApiError("messages is empty; it should have at least one message", param="messages")
+        raise field_error("messages", "is empty; it should have at least one message")
     if request.system:
         add({"role": "system", "content": _texts(request.system, "system")}, "system")
     for n, message in enumerate(request.messages):
@@ -144,19 +144,19 @@ def _blocks(content: Any, place: str) -> list[tuple[dict[str, Any], str]]:
     if isinstance(content, str):
         return [({"type": "text", "text": content}, place)]
     if not isinstance(content, list):
-        raise ApiError(f"{place} should be a string or a list of blocks", param=place)
+        raise field_error(place, "should be a string or a list of blocks")
     for n, block in enumerate(content):
         if not isinstance(block, dict) or not isinstance(block.get("type"), str):
-            raise ApiError(f"{place}[{n}] should be a block with a type", param=f"{place}[{n}]")
+            raise field_error(f"{place}[{n}]", "should be a block with a type")
     return [(block, f"{place}[{n}]") for n, block in enumerate(content)]
 
 
 def _text(block: Mapping[str, Any], place: str) -> dict[str, Any]:
     if block["type"] != "text":
-        raise ApiError(
-            f"{place} is of type {shown(block['type'])}, which is not supported there; only text is:"
+        raise field_error(
+            place,
+            f"is of type {shown(block['type'])}, which is not supported there; only text is:"
             ' {"type": "text", "text": ...}',
-            param=place,
         )
     if not isinstance(block.get("text"), str):
         raise ApiError(f"{place}.text is {shown(block.get('text'))}; it should be a string", param=place)
@@ -190,7 +190,7 @@ def _assistant(content: Any, place: str) -> dict[str, Any]:
             thoughts.append(thought)
         elif block["type"] == "tool_use":
             if not isinstance(block.get("name"), str) or not isinstance(block.get("input"), dict):
-                raise ApiError(f"{at} should have a name and, as input, an object", param=at)
+                raise field_error(at, "should have a name and, as input, an object")
             function = {"name": block["name"], "arguments": block["input"]}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         else:
@@ -208,22 +208,20 @@ def _tools(request: CountTokensRequest) -> Tools:
     for n, tool in enumerate(request.tools or []):
         for key, value in tool.items():
             if key not in FREE_OF_TOOLS and value not in IDLE_OF_TOOLS.get(key, (None,)):
-                raise ApiError(
-                    f"tools[{n}].{key} is {shown(value)}, which is not supported: tools are run by the client"
+                raise field_error(
+                    f"tools[{n}].{key}",
+                    f"is {shown(value)}, which is not supported: tools are run by the client"
                     " and described by their input_schema",
-                    param=f"tools[{n}].{key}",
                 )
         if not isinstance(tool.get("input_schema"), dict):
-            raise ApiError(
-                f"tools[{n}].input_schema should be a JSON schema", param=f"tools[{n}].input_schema"
-            )
+            raise field_error(f"tools[{n}].input_schema", "should be a JSON schema")
         function = {key: tool.get(key) for key in ("name", "description", "strict")}
         tools.append({"type": "function", "function": {**function, "parameters": tool["input_schema"]}})
     given = request.tool_choice or ToolChoice("auto")
     choice: str | dict[str, Any] = CHOICES.get(given.type, "")
     if given.type == "tool":
         if given.name is None:
-            raise ApiError("tool_choice.name is missing; it should name a tool", param="tool_choice.name")
+            raise field_error("tool_choice.name", "is missing; it should name a tool")
         choice = {"type": "function", "function": {"name": given.name}}
     places = [f"tools[{n}]" for n in range(len(tools))]
     return read_tools(tools, choice, not given.disable_parallel_tool_use, places)
@@ -236,11 +234,10 @@ def _reasoning(door: Door, thinking: Thinking) -> dict[str, Any]:
     if thinking.type != "enabled":
         return {switch: False} if switch and thinking.type == "disabled" else {}
     if thinking.budget_tokens is None:
-        raise ApiError("thinking.budget_tokens is missing", param="thinking.budget_tokens")
+        raise field_error("thinking.budget_tokens", "is missing")
     if switch is None and door.reasoning_format == NONE:
-        raise ApiError(
-            "thinking.type is enabled, but the checkpoint's chat template has no reasoning; leave it out",
-            param="thinking.type",
+        raise field_error(
+            "thinking.type", "is enabled, but the checkpoint's chat template has no reasoning; leave it out"
         )
     variables: dict[str, Any] = {switch: True} if switch else {}
     if re.search(r"\bthinking_budget\b", source):

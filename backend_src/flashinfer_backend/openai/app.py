@@ -50,7 +50,7 @@ from flashinfer_backend.openai.embeddings import (
     score,
 )
 from flashinfer_backend.openai.encodings import decompressed, encoding_of
-from flashinfer_backend.openai.errors import ApiError
+from flashinfer_backend.openai.errors import ApiError, field_error
 from flashinfer_backend.openai.link import SHUTTING_DOWN, unavailable
 from flashinfer_backend.openai.metrics import Metrics, ModelState
 from flashinfer_backend.openai.profiling import (
@@ -222,7 +222,7 @@ def _add_kept_responses(app: FastAPI, door: Door) -> None:
         name = request.path_params["name"]
         if request.method != "DELETE":
             if request.query_params.get("stream") == "true":
-                raise ApiError("stream is not supported for a kept response", param="stream")
+                raise field_error("stream", "is not supported for a kept response")
             return Response(store_of(door).response(name), media_type="application/json")
         store_of(door).delete(name)
         return _json({"id": name, "object": "response", "deleted": True})

@@ -29,7 +29,7 @@ def bounded(kind: type[msgspec.Struct], body: bytes) -> bytes:
         check_size(kind, name, len(raw))
         bound = bound_of(kind, name)
         if raw.count(b",") >= bound.values:
-            _checked(name, values(raw, bound.values), bound.values, bound.of)
+            check_field(name, values(raw, bound.values), bound.values, bound.of)
     # Of a field that is there several times the last one counts; the others would become objects as well.
     return b"{" + b",".join(b'"%s":%s' % (name.encode(), raw) for name, raw in found.items()) + b"}"
 
@@ -41,7 +41,7 @@ def bound_of(kind: type[msgspec.Struct], name: str) -> Bound:
 
 def check_size(kind: type[msgspec.Struct], name: str, size: int) -> None:
     """Raises ApiError for a field of a kind of body that has too many bytes."""
-    _checked(name, size, bound_of(kind, name).size, "bytes of JSON")
+    check_field(name, size, bound_of(kind, name).size, "bytes of JSON")
 
 
 def check_items(body: msgspec.Struct) -> None:
@@ -49,10 +49,11 @@ def check_items(body: msgspec.Struct) -> None:
     for name in body.__struct_fields__:
         bound, value = bound_of(type(body), name), getattr(body, name)
         if bound.items is not None and isinstance(value, list):
-            _checked(name, len(value), bound.items, "elements")
+            check_field(name, len(value), bound.items, "elements")
 
 
-def _checked(name: str, found: int, most: int | None, of: str) -> None:
+def check_field(name: str, found: int, most: int | None, of: str) -> None:
+    """Raises ApiError where a field of the request has found more than `most`."""
     try:
         check(name, found, most, of)
     except ValueError as error:

@@ -28,7 +28,7 @@ from flashinfer_backend.openai.answer import (
     text_of_ids,
 )
 from flashinfer_backend.openai.door import Door, generation_request
-from flashinfer_backend.openai.errors import ApiError
+from flashinfer_backend.openai.errors import ApiError, field_error, wrong_value
 from flashinfer_backend.openai.formats import choice as formats
 from flashinfer_backend.openai.formats import harmony
 from flashinfer_backend.openai.formats.calls import ListReader, NamedReader
@@ -306,9 +306,7 @@ def read_chat(door: Door, body: bytes) -> tuple[ChatRequest, str, Turn]:
     request = decode(ChatRequest, body)
     model = door.check_model(request.model)
     if len({request.max_completion_tokens, request.max_tokens} - {None}) > 1:
-        raise ApiError(
-            "max_tokens is an older name of max_completion_tokens; give one of them", param="max_tokens"
-        )
+        raise field_error("max_tokens", "is an older name of max_completion_tokens; give one of them")
     variables = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         add_effort(door, variables, request.reasoning_effort, "reasoning_effort")
@@ -341,12 +339,11 @@ def add_effort(door: Door, variables: dict[str, Any], effort: Any, param: str) -
     for an effort that the template has not, unless the server is to ignore it."""
     other = variables.get("reasoning_effort", effort)
     if other != effort:
-        raise ApiError(
-            f"{param} is {shown(effort)}, but chat_template_kwargs says {shown(other)}; give one of them",
-            param=param,
+        raise field_error(
+            param, f"is {shown(effort)}, but chat_template_kwargs says {shown(other)}; give one of them"
         )
     if not isinstance(effort, str):
-        raise ApiError(f"{param} is {shown(effort)}; it should be a text, such as low", param=param)
+        raise wrong_value(param, effort, "a text, such as low")
     template = door.template
     if template is None:
         variables["reasoning_effort"] = effort
@@ -360,10 +357,10 @@ def add_effort(door: Door, variables: dict[str, Any], effort: Any, param: str) -
     elif door.model.ignore_effort:
         _log_ignored()
     else:
-        raise ApiError(
-            f"{param} is {shown(effort)}, but the checkpoint's chat template makes no use of"
+        raise field_error(
+            param,
+            f"is {shown(effort)}, but the checkpoint's chat template makes no use of"
             " reasoning_effort. Leave it out, or start the server with --ignore-effort",
-            param=param,
         )
 
 

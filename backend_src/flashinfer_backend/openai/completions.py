@@ -16,7 +16,7 @@ from starlette.responses import Response
 from flashinfer_backend.core.bounds import MOST_CHOICES
 from flashinfer_backend.openai.answer import DONE, Usage, event, finish_reason, respond, take_text
 from flashinfer_backend.openai.door import Door, generation_request
-from flashinfer_backend.openai.errors import ApiError
+from flashinfer_backend.openai.errors import ApiError, field_error
 from flashinfer_backend.openai.link import ClientLeft, Stream, Streams
 from flashinfer_backend.openai.requests import CompletionRequest, decode
 from flashinfer_backend.openai.sampling import (
@@ -24,6 +24,7 @@ from flashinfer_backend.openai.sampling import (
     Length,
     Limits,
     NamedTokens,
+    check_ids,
     guide_of,
     named_tokens,
     sampling_params,
@@ -133,19 +134,13 @@ def _check_ids(prompts: Sequence[list[int]], limits: Limits) -> None:
             raise _not_prompts()
         if len(prompt) > limits.max_input_len:  # sampling_params refuses it
             continue
-        for token in (min(prompt), max(prompt)):
-            if not 0 <= token < limits.vocab_size:
-                raise ApiError(
-                    f"prompt holds {token}; token ids should lie in 0..{limits.vocab_size - 1}",
-                    param="prompt",
-                )
+        check_ids("prompt", (min(prompt), max(prompt)), limits)
 
 
 def _not_prompts() -> ApiError:
-    return ApiError(
-        "prompt should be a text, a list of texts, a list of token ids or a list of those lists, none of them"
-        " empty",
-        param="prompt",
+    return field_error(
+        "prompt",
+        "should be a text, a list of texts, a list of token ids or a list of those lists, none of them empty",
     )
 
 

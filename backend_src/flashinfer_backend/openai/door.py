@@ -16,7 +16,7 @@ import numpy as np
 from flashinfer_backend.core.bounds import ALL_PROMPTS, FIELDS, GUIDE, WORD_IDS
 from flashinfer_backend.core.values import some
 from flashinfer_backend.models.pooling import read_pooling, read_prompts
-from flashinfer_backend.openai.errors import ApiError
+from flashinfer_backend.openai.errors import ApiError, field_error
 from flashinfer_backend.openai.formats import choice
 from flashinfer_backend.openai.link import EngineLink, Reduce, Streams, unavailable
 from flashinfer_backend.openai.metrics import Metrics
@@ -166,10 +166,10 @@ class Door:
                 )
         if most and (size := sum(map(len, texts))) > ALL_PROMPTS * most:
             name = places[0].partition("[")[0] if places else field
-            raise ApiError(
-                f"{name} has {size} characters in {len(texts)} texts; it should have at most"
+            raise field_error(
+                name,
+                f"has {size} characters in {len(texts)} texts; it should have at most"
                 f" {ALL_PROMPTS * most} in a request. Send fewer texts in one",
-                param=name,
             )
         if sum(map(len, texts)) < LONG_TEXT:
             return self.tokenizer.encode_batch(texts, add_special_tokens)
@@ -246,7 +246,7 @@ def able_door(doors: Sequence[Door], name: str, able: Callable[[Door], bool]) ->
 
 def _no_model(name: str, names: Sequence[str]) -> ApiError:
     if not name:
-        return ApiError(f"model is missing; this server has {some(names)}", param="model")
+        return field_error("model", f"is missing; this server has {some(names)}")
     wrong = f"The model `{name}` does not exist; this server has {some(names)}"
     return ApiError(wrong, 404, "model", "model_not_found")
 

@@ -23,7 +23,7 @@ from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.core.values import shown
 from flashinfer_backend.openai.answer import JsonResponse, Usage, note_sent
 from flashinfer_backend.openai.door import Door
-from flashinfer_backend.openai.errors import ApiError
+from flashinfer_backend.openai.errors import ApiError, field_error, wrong_value
 from flashinfer_backend.openai.link import Streams
 from flashinfer_backend.openai.requests import (
     EmbeddingRequest,
@@ -32,6 +32,7 @@ from flashinfer_backend.openai.requests import (
     ScoreRequest,
     decode,
 )
+from flashinfer_backend.openai.sampling import check_ids
 from flashinfer_backend.serving.generation import GenerationRequest
 
 # Qwen3-Reranker's prompt: https://huggingface.co/Qwen/Qwen3-Reranker-0.6B.
@@ -56,16 +57,14 @@ def read_embeddings(door: Door, body: bytes) -> tuple[EmbeddingRequest, list[Any
     """A request, and its inputs: texts with their prompt, or ids. Raises ApiError."""
     request = decode(EmbeddingRequest, body)
     door.check_model(request.model)
-    limits, name, given = door.limits, request.prompt_name, request.input
+    name, given = request.prompt_name, request.input
     if name is not None and name not in door.prompts:
         known = ", ".join(door.prompts) or "none"
-        raise ApiError(
-            f"prompt_name is {shown(name)}; the checkpoint's prompts are: {known}", param="prompt_name"
-        )
+        raise field_error("prompt_name", f"is {shown(name)}; the checkpoint's prompts are: {known}")
     assert door.pooling is not None
     most, size = request.dimensions, door.pooling.size
     if most is not None and most > size:
-        raise ApiError(f"dimensions is {most}; the model's embeddings have {size}", param="dimensions")
+        raise field_error("dimensions", f"is {most}; the model's embeddings have {size}")
     inputs: list[Any] = [given] if isinstance(given, str) or (given and type(given[0]) is int) else given
     _check_count("input", len(inputs))
     kinds = set(map(type, inputs))
@@ -74,7 +73,7 @@ def read_embeddings(door: Door, body: bytes) -> tuple[EmbeddingRequest, list[Any
         before = door.prompts.get(name or door.default_prompt or "", "")
         return request, [before + text for text in inputs] if before else inputs
     if name is not None:
-        raise ApiError("prompt_name goes with texts, not with token ids", param="prompt_name")
+        raise field_error("prompt_name", "goes with texts, not with token ids")
     for place, ids in zip(_places("input", len(inputs)), inputs, strict=True):
         if kinds != {list} or not ids or set(map(type, ids)) != {int}:
             raise ApiError(
@@ -82,11 +81,7 @@ def read_embeddings(door: Door, body: bytes) -> tuple[EmbeddingRequest, list[Any
                 f" of them empty; {place} is {shown(ids)}",
                 param=place,
             )
-        for token in (min(ids), max(ids)):
-            if not 0 <= token < limits.vocab_size:
-                raise ApiError(
-                    f"{place} holds {token}; token ids should lie in 0..{limits.vocab_size - 1}", param=place
-                )
+        check_ids(place, (min(ids), max(ids)), door.limits)
     return request, inputs
 
 
@@ -147,7 +142,7 @@ def read_score(door: Door, body: bytes) -> Pairs:
     for new, old in (("queries", "text_1"), ("documents", "text_2")):
         given = {name: value for name in (new, old) if (value := getattr(request, name)) is not None}
         if len(given) != 1:
-            raise ApiError(f"{new} or {old} should be there, and not both", param=new)
+            raise field_error(new, f"or {old} should be there, and not both")
         for name, value in given.items():
             sides += [name, [value] if isinstance(value, str) else value]
     return _pairs(door, request, *sides)
@@ -185,9 +180,9 @@ def _submit(
     rows = []
     for place, ids in zip(places, prompts, strict=True):
         if not 1 <= len(ids) <= most:
-            raise ApiError(
-                f"{place} has {len(ids)} tokens; it should have 1 to {most}",
-                param=place,
+            raise field_error(
+                place,
+                f"has {len(ids)} tokens; it should have 1 to {most}",
                 code="context_length_exceeded" if ids else None,
             )
         folder, name = door.adapter(request.model)
@@ -253,10 +248,10 @@ def _pairs(
     _check_texts(query, queries)
     _check_texts(name, texts)
     if len(queries) not in (1, len(texts)):
-        raise ApiError(
-            f"{query} has {len(queries)} texts and {name} has {len(texts)}; give one query for all documents,"
+        raise field_error(
+            query,
+            f"has {len(queries)} texts and {name} has {len(texts)}; give one query for all documents,"
             " or as many of both",
-            param=query,
         )
     queries = queries * len(texts) if len(queries) == 1 else queries
     # Before they are put together: each document brings its query.
@@ -265,10 +260,10 @@ def _pairs(
         ALL_PROMPTS * (door.model.max_prompt_bytes or MIB),
     )
     if size > most:
-        raise ApiError(
-            f"{name} has {size} characters, with the query of each; it should have at most {most} in a"
+        raise field_error(
+            name,
+            f"has {size} characters, with the query of each; it should have at most {most} in a"
             " request. Send fewer documents in one",
-            param=name,
         )
     task = request.instruction or INSTRUCTION
     prompts = [RERANK_PROMPT.format(task, *pair) for pair in zip(queries, texts, strict=True)]
@@ -281,12 +276,11 @@ def _places(name: str, count: int) -> list[str]:
 
 def _check_count(name: str, found: int) -> None:
     if not 1 <= found <= MOST_INPUTS:
-        raise ApiError(f"{name} has {found} elements; it should have 1 to {MOST_INPUTS}", param=name)
+        raise field_error(name, f"has {found} elements; it should have 1 to {MOST_INPUTS}")
 
 
 def _check_texts(name: str, texts: Sequence[Any]) -> None:
     _check_count(name, len(texts))
     for place, text in zip(_places(name, len(texts)), texts, strict=True):
         if not isinstance(text, str) or not text:
-            place = place if name != "query" else name
-            raise ApiError(f"{place} is {shown(text)}; it should be a text that is not empty", param=place)
+            raise wrong_value(place if name != "query" else name, text, "a text that is not empty")

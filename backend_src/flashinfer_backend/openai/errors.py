@@ -7,6 +7,8 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Scope
 
+from flashinfer_backend.core.values import shown
+
 RETRY_S = 2  # what a client is told to wait while the engine is started
 
 KINDS = {
@@ -64,6 +66,16 @@ class ApiError(Exception):
         return Response(
             msgspec.json.encode(self.body(scope)), self.status, headers, media_type="application/json"
         )
+
+
+def field_error(place: str, what: str, code: str | None = None) -> ApiError:
+    """What is wrong with a field of the request; `what` goes on behind its place."""
+    return ApiError(f"{place} {what}", param=place, code=code)
+
+
+def wrong_value(place: str, value: object, wanted: str) -> ApiError:
+    """The error for a field's value; wanted: what it should be."""
+    return field_error(place, f"is {shown(value)}; it should be {wanted}")
 
 
 def of_anthropic(scope: Scope) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from flashinfer_backend.core.values import shown, some
-from flashinfer_backend.openai.errors import ApiError
+from flashinfer_backend.openai.errors import field_error
 
 # The values that ask for nothing; None: all of the field's type do.
 NO_EFFECT: dict[str, tuple[Any, ...] | None] = {
@@ -54,8 +54,8 @@ def check_value(name: str, value: Any, place: str) -> None:
     taken = NO_EFFECT[name]
     if value is not None and taken is not None and value not in taken:
         words = [shown(one) for one in taken]
-        raise ApiError(
-            f"{place} is {shown(value)}, which this server cannot follow; it should be"
+        raise field_error(
+            place,
+            f"is {shown(value)}, which this server cannot follow; it should be"
             f" {'one of ' if len(words) > 1 else ''}{some(words)}, or left out",
-            param=place,
         )

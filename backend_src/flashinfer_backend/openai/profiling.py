@@ -12,7 +12,7 @@ import msgspec
 
 from flashinfer_backend.core.bounds import MOST_TRACED_STEPS
 from flashinfer_backend.openai.door import Door, able_door
-from flashinfer_backend.openai.errors import ApiError
+from flashinfer_backend.openai.errors import ApiError, field_error
 from flashinfer_backend.openai.link import unavailable
 from flashinfer_backend.openai.requests import decode, model_of
 from flashinfer_backend.transport.endpoint import EngineDown
@@ -45,7 +45,7 @@ def read_start(door: Door, body: bytes) -> StartProfile:
     """A body may be missing. Raises ApiError."""
     request = decode(StartProfile, body or b"{}")
     if not 1 <= request.steps <= MOST_TRACED_STEPS:
-        raise ApiError(f"steps is {request.steps}; it should be 1 to {MOST_TRACED_STEPS}", param="steps")
+        raise field_error("steps", f"is {request.steps}; it should be 1 to {MOST_TRACED_STEPS}")
     door.check_model(request.model)
     return request
 

@@ -15,10 +15,10 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from flashinfer_backend.core.bounds import MOST_CHOICES, MOST_TOP_LOGPROBS, MOST_WORD, check
+from flashinfer_backend.core.bounds import MOST_CHOICES, MOST_TOP_LOGPROBS, MOST_WORD
 from flashinfer_backend.core.values import INT32_MAX, shown
-from flashinfer_backend.openai.bounds import bounded, check_items, check_size
-from flashinfer_backend.openai.errors import ApiError
+from flashinfer_backend.openai.bounds import bounded, check_field, check_items, check_size
+from flashinfer_backend.openai.errors import ApiError, field_error
 from flashinfer_backend.openai.no_effect import check_no_effect
 
 ENCRYPTED_REASONING = "reasoning.encrypted_content"  # what a response may include
@@ -107,23 +107,19 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         _check_words("stop", self.stops)
         _check_words("bad_words", self.bad_words or [])
         if not all(self.bad_words or ["x"]):
-            raise ApiError("bad_words holds an empty text; leave it out", param="bad_words")
+            raise field_error("bad_words", "holds an empty text; leave it out")
         if self.allowed_token_ids == []:
-            raise ApiError(
-                "allowed_token_ids is empty; it should hold at least one id, or be left out",
-                param="allowed_token_ids",
-            )
+            raise field_error("allowed_token_ids", "is empty; it should hold at least one id, or be left out")
         if self.truncate_prompt_tokens == 0:
-            raise ApiError(
-                "truncate_prompt_tokens is 0; it should be 1 or more, or -1 for as many as the model takes",
-                param="truncate_prompt_tokens",
+            raise field_error(
+                "truncate_prompt_tokens", "is 0; it should be 1 or more, or -1 for as many as the model takes"
             )
         self._read_guided()
         options = self.stream_options
         if options is None:
             return
         if not self.stream:
-            raise ApiError("stream_options needs stream true", param="stream_options")
+            raise field_error("stream_options", "needs stream true")
         if options.include_obfuscation:
             raise ApiError(
                 "stream_options.include_obfuscation is not supported: nothing hides how long tokens are",
@@ -204,7 +200,7 @@ class ChatRequest(Sampling, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.modalities not in (None, ["text"]):
-            raise ApiError(f"modalities is {self.modalities}; only text is supported", param="modalities")
+            raise field_error("modalities", f"is {self.modalities}; only text is supported")
         _refuse_store(self.store)
         for name, instead in {
             "audio": "only text is supported",
@@ -215,9 +211,9 @@ class ChatRequest(Sampling, kw_only=True):
             "chat_template": "the checkpoint's own is used; see chat_template_kwargs",
         }.items():
             if getattr(self, name) is not None:
-                raise ApiError(f"{name} should be left out: {instead}", param=name)
+                raise field_error(name, f"should be left out: {instead}")
         if self.top_logprobs is not None and not self.logprobs:
-            raise ApiError("top_logprobs needs logprobs true", param="top_logprobs")
+            raise field_error("top_logprobs", "needs logprobs true")
 
 
 class CompletionRequest(Sampling, kw_only=True):
@@ -236,14 +232,13 @@ class CompletionRequest(Sampling, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.suffix:
-            raise ApiError("suffix is not supported; put all of the text into prompt", param="suffix")
+            raise field_error("suffix", "is not supported; put all of the text into prompt")
         n = self.n or 1
         if self.best_of is not None and self.best_of < n:
-            raise ApiError(f"best_of is {self.best_of}; it should be at least n, {n}", param="best_of")
+            raise field_error("best_of", f"is {self.best_of}; it should be at least n, {n}")
         if self.stream and self.best_of is not None and self.best_of > n:
-            raise ApiError(
-                "best_of greater than n cannot be streamed: the best are known at the end only",
-                param="best_of",
+            raise field_error(
+                "best_of", "greater than n cannot be streamed: the best are known at the end only"
             )
 
 
@@ -279,12 +274,10 @@ class ResponsesRequest(Sampling, kw_only=True):
             )
         for name in ("background", "conversation", "prompt", "top_logprobs"):
             if getattr(self, name):
-                raise ApiError(f"{name} is not supported", param=name)
+                raise field_error(name, "is not supported")
         for what in self.include or []:
             if what != ENCRYPTED_REASONING:
-                raise ApiError(
-                    f"include holds {shown(what)}; only {ENCRYPTED_REASONING} is supported", param="include"
-                )
+                raise field_error("include", f"holds {shown(what)}; only {ENCRYPTED_REASONING} is supported")
 
 
 class Thinking(msgspec.Struct, forbid_unknown_fields=True):
@@ -348,9 +341,8 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
     def __post_init__(self) -> None:
         check_no_effect(self)
         if self.mcp_servers:
-            raise ApiError(
-                "mcp_servers is not supported: this server runs no tools; have the client run them",
-                param="mcp_servers",
+            raise field_error(
+                "mcp_servers", "is not supported: this server runs no tools; have the client run them"
             )
 
 
@@ -376,9 +368,9 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
         super().__post_init__()
         _check_words("stop_sequences", self.stop_sequences or [])
         if self.thread is not None:  # by the code the package's tools know to send all messages instead
-            raise ApiError(
-                "thread is not supported: this server keeps no messages; send all of them",
-                param="thread",
+            raise field_error(
+                "thread",
+                "is not supported: this server keeps no messages; send all of them",
                 code="thread_unsupported_request",
             )
 
@@ -488,7 +480,7 @@ def _error(text: str) -> ApiError:
         return ApiError(f"Unrecognized request argument supplied: {place}", param=place)
     if found := _MISSING.match(text):
         place = _place(found)
-        return ApiError(f"{place} is missing", param=place, code="missing_required_parameter")
+        return field_error(place, "is missing", code="missing_required_parameter")
     if found := _WRONG.fullmatch(text):
         return ApiError(f"{found[2]}: {found[1]}", param=found[2])
     return ApiError(text)
@@ -500,13 +492,10 @@ def _place(found: re.Match[str]) -> str:
 
 
 def _check_words(name: str, words: Sequence[str]) -> None:
-    try:
-        longest = max((len(word.encode(errors="replace")) for word in words), default=0)
-        check(name, longest, MOST_WORD, "bytes in a word")
-    except ValueError as error:
-        raise ApiError(str(error), param=name) from None
+    longest = max((len(word.encode(errors="replace")) for word in words), default=0)
+    check_field(name, longest, MOST_WORD, "bytes in a word")
 
 
 def _refuse_store(store: bool | None) -> None:
     if store:
-        raise ApiError("store should be false: this server keeps nothing", param="store")
+        raise field_error("store", "should be false: this server keeps nothing")

@@ -14,11 +14,11 @@ import msgspec
 from starlette.responses import Response
 
 from flashinfer_backend.core.bounds import CONVERSATION
-from flashinfer_backend.core.values import shown, some
+from flashinfer_backend.core.values import some
 from flashinfer_backend.openai.answer import Usage, encode, respond, unwrapped_text, wrapped_text
 from flashinfer_backend.openai.chat import Answer, Conversation, Turn, add_effort
 from flashinfer_backend.openai.door import Door
-from flashinfer_backend.openai.errors import ApiError
+from flashinfer_backend.openai.errors import ApiError, field_error, wrong_value
 from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, Event
 from flashinfer_backend.openai.no_effect import check_value
 from flashinfer_backend.openai.requests import ENCRYPTED_REASONING, ResponseFormat, ResponsesRequest, decode
@@ -80,9 +80,7 @@ def read_responses(door: Door, body: bytes) -> tuple[ResponsesRequest, str, Turn
     offered = offered_tools(request.tools or [])
     if request.tools and not offered and request.tool_choice not in (None, "auto", "none"):
         types = some(sorted({str(left_out(tool)) for tool in request.tools}))
-        raise ApiError(
-            f"tool_choice is set, but this server leaves out all of the tools: {types}", param="tool_choice"
-        )
+        raise field_error("tool_choice", f"is set, but this server leaves out all of the tools: {types}")
     conversation = Conversation(
         plain_messages(*messages_of(request, earlier), field="input"),
         read_tools(
@@ -132,12 +130,12 @@ def messages_of(
     if isinstance(request.input, str) and not earlier:
         return [*messages, {"role": "user", "content": request.input}], [*places, Place("input", "input")]
     if not request.input:
-        raise ApiError("input is empty; it should have at least one item", param="input")
+        raise field_error("input", "is empty; it should have at least one item")
     # Earlier items, which were right when they came, have numbers below 0.
     for n, item in enumerate([*earlier, *input_items(request)], start=-len(earlier)):
         kind = item.get("type", "message")
         if not isinstance(kind, str) or kind not in ITEMS:
-            raise _wrong(f"input[{n}].type", kind, f"one of {', '.join(ITEMS)}")
+            raise wrong_value(f"input[{n}].type", kind, f"one of {', '.join(ITEMS)}")
         if kind == "message":
             messages.append({"role": item.get("role"), "content": item.get("content")})
         elif kind in CALL_FIELDS:
@@ -149,7 +147,7 @@ def messages_of(
                 (CALL_FIELDS[kind], said, str if custom else str | dict | None),
             ):
                 if not isinstance(value, taken):
-                    raise _wrong(f"input[{n}].{field}", value, "a text")
+                    raise wrong_value(f"input[{n}].{field}", value, "a text")
             _check_call_id(item, n)
             if custom:
                 said = encode({INPUT: said}).decode()
@@ -172,7 +170,7 @@ def messages_of(
         if len(messages) > len(places) or kind in CALL_FIELDS:
             places[len(messages) - 1 :] = [Place(f"input[{n}]", f"input[{n}].{content}")]
     if not messages:
-        raise ApiError("input holds only reasoning without text; it should have a message", param="input")
+        raise field_error("input", "holds only reasoning without text; it should have a message")
     merged: list[dict[str, Any]] = []
     merged_places: list[Place] = []
     # Reasoning belongs to the answer that follows it.
@@ -187,14 +185,9 @@ def messages_of(
     return merged, merged_places
 
 
-def _wrong(place: str, value: Any, wanted: str) -> ApiError:
-    """The error for a value of the request."""
-    return ApiError(f"{place} is {shown(value)}; it should be {wanted}", param=place)
-
-
 def _check_call_id(item: Mapping[str, Any], number: int) -> None:
     if not isinstance(call_id := item.get("call_id"), str | None):
-        raise _wrong(f"input[{number}].call_id", call_id, "a text")
+        raise wrong_value(f"input[{number}].call_id", call_id, "a text")
 
 
 def input_items(request: ResponsesRequest) -> list[dict[str, Any]]:
@@ -234,9 +227,9 @@ def offered_tools(tools: Sequence[Mapping[str, Any]]) -> list[Offered]:
             _log_left_out(reason)
         elif kind == "namespace":
             if not isinstance(tool.get("name"), str) or not tool["name"]:
-                raise _wrong(f"{place}.name", tool.get("name"), "a text that is not empty")
+                raise wrong_value(f"{place}.name", tool.get("name"), "a text that is not empty")
             if not isinstance(inner, list):
-                raise _wrong(f"{place}.tools", inner, "a list of functions and custom tools")
+                raise wrong_value(f"{place}.tools", inner, "a list of functions and custom tools")
             for k, one in enumerate(inner):
                 if not isinstance(one, dict) or one.get("type") not in ("function", "custom"):
                     inner_place = f"{place}.tools[{k}]"
@@ -249,7 +242,7 @@ def offered_tools(tools: Sequence[Mapping[str, Any]]) -> list[Offered]:
         elif kind in ("function", "custom"):
             found.append(_offered(tool, None, place))
         else:
-            raise _wrong(f"{place}.type", kind, "function, custom or namespace")
+            raise wrong_value(f"{place}.type", kind, "function, custom or namespace")
     return found
 
 
@@ -278,7 +271,7 @@ def _custom_function(form: Any, place: str) -> dict[str, Any]:
     """The parameters of the function in place of a custom tool whose input has a format. Raises ApiError."""
     text: dict[str, Any] = {"type": "string"}
     if form is not None and not isinstance(form, dict):
-        raise _wrong(f"{place}.format", form, "an object with a type")
+        raise wrong_value(f"{place}.format", form, "an object with a type")
     form = form or {"type": "text"}
     kind = form.get("type")
     if kind == "grammar":
@@ -293,7 +286,7 @@ def _custom_function(form: Any, place: str) -> dict[str, Any]:
         except GrammarError as error:
             raise ApiError(f"{place}.format.definition: {error}", param="tools") from None
     elif kind != "text":
-        raise _wrong(f"{place}.format.type", kind, "text or grammar")
+        raise wrong_value(f"{place}.format.type", kind, "text or grammar")
     known = {"type", "syntax", "definition"} if kind == "grammar" else {"type"}
     if unknown := sorted(form.keys() - known):
         raise ApiError(f"{place}.format.{unknown[0]} is not a field of the format {kind}", param="tools")
@@ -358,10 +351,10 @@ def _guide(request: ResponsesRequest) -> Guide:
     if form is None:
         return guide_of(None, request)
     if not isinstance(form, dict):
-        raise _wrong("text.format", form, "an object with a type")
+        raise wrong_value("text.format", form, "an object with a type")
     kind = form.get("type")
     if kind not in ("text", "json_object", "json_schema"):
-        raise _wrong("text.format.type", kind, "text, json_object or json_schema")
+        raise wrong_value("text.format.type", kind, "text, json_object or json_schema")
     schema = {key: value for key, value in form.items() if key != "type"}
     return guide_of(ResponseFormat(kind, schema or None), request, "text.format")
 

@@ -4,17 +4,18 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from flashinfer_backend.core.bounds import WORD_IDS, check
+from flashinfer_backend.core.bounds import WORD_IDS
 from flashinfer_backend.core.checkpoint_json import check_kinds, read_object_if_there
 from flashinfer_backend.core.sampling_params import CHOICE_GUIDE, GREEDY_TEMPERATURE, SamplingParams
-from flashinfer_backend.openai.errors import ApiError
+from flashinfer_backend.openai.bounds import check_field
+from flashinfer_backend.openai.errors import ApiError, field_error
 from flashinfer_backend.openai.requests import (
     Factor,
     ResponseFormat,
@@ -129,10 +130,10 @@ def named_tokens(request: Sampling, limits: Limits, tokenizer: TextTokenizer) ->
     given = request.logit_bias or {}
     for value in given.values():
         if not -100.0 <= value <= 100.0:
-            raise ApiError(f"logit_bias holds {value:g}; it should lie in -100..100", param="logit_bias")
-    bias_ids = [_token(i, limits, "logit_bias") for i in given]
-    stop_ids = [_token(i, limits, "stop_token_ids") for i in request.stop_token_ids or []]
-    allowed_ids = sorted({_token(i, limits, "allowed_token_ids") for i in request.allowed_token_ids or []})
+            raise field_error("logit_bias", f"holds {value:g}; it should lie in -100..100")
+    bias_ids = check_ids("logit_bias", given, limits)
+    stop_ids = check_ids("stop_token_ids", request.stop_token_ids or (), limits)
+    allowed_ids = sorted(set(check_ids("allowed_token_ids", request.allowed_token_ids or (), limits)))
     if len(allowed_ids) == limits.vocab_size:
         allowed_ids = []
     bad_words = _bad_words(request, limits, tokenizer)
@@ -147,10 +148,7 @@ def _bad_words(request: Sampling, limits: Limits, tokenizer: TextTokenizer) -> l
     found = dict.fromkeys(tuple(ids) for ids in tokenizer.encode_batch(words, False))
     # An id beyond the checkpoint's vocabulary never comes.
     kept = [list(ids) for ids in found if ids and max(ids) < limits.vocab_size]
-    try:
-        check("bad_words", sum(map(len, kept)), WORD_IDS.values, "ids")
-    except ValueError as error:
-        raise ApiError(str(error), param="bad_words") from None
+    check_field("bad_words", sum(map(len, kept)), WORD_IDS.values, "ids")
     return kept
 
 
@@ -169,19 +167,15 @@ def sampling_params(
     """tokens: what named_tokens returned. adapter: its folder and name. Raises ApiError for what does not
     fit."""
     if guide != NO_GUIDE and not limits.guided_decoding:
-        raise ApiError(
-            f"{guide.field} needs guided decoding, which is switched off on this server"
-            " (guided_decoding_backend none)",
-            param=guide.field,
+        raise field_error(
+            guide.field,
+            "needs guided decoding, which is switched off on this server (guided_decoding_backend none)",
         )
     temperature = _given(request.temperature, defaults.temperature)
     top_k = _given(request.top_k, defaults.top_k)
     room = length.room(limits)
     if request.min_tokens > room:
-        raise ApiError(
-            f"min_tokens is {request.min_tokens}, but the answer has at most {room} tokens",
-            param="min_tokens",
-        )
+        raise field_error("min_tokens", f"is {request.min_tokens}, but the answer has at most {room} tokens")
     seed = request.seed
     return SamplingParams(
         max_tokens=room,
@@ -220,16 +214,18 @@ def shortened(prompt: list[int], request: Sampling, limits: Limits) -> list[int]
     return prompt[-(limits.max_input_len if most == -1 else most) :]
 
 
-def _token(value: str | int, limits: Limits, name: str) -> int:
-    try:
-        token = int(value)
-    except ValueError:
-        token = -1
-    if not 0 <= token < limits.vocab_size:
-        raise ApiError(
-            f"{name} holds {value}; token ids should lie in 0..{limits.vocab_size - 1}", param=name
-        )
-    return token
+def check_ids(place: str, ids: Iterable[int | str], limits: Limits) -> list[int]:
+    """The ids that a field of the request holds. Raises ApiError for one outside of the vocabulary."""
+    found = []
+    for given in ids:
+        try:
+            token = int(given)
+        except ValueError:
+            token = -1
+        if not 0 <= token < limits.vocab_size:
+            raise field_error(place, f"holds {given}; token ids should lie in 0..{limits.vocab_size - 1}")
+        found.append(token)
+    return found
 
 
 def _given(value: Any, default: Any) -> Any:
@@ -247,9 +243,8 @@ def guide_of(
     elif response_format is not None and response_format.type == "json_schema":
         schema = (response_format.json_schema or {}).get("schema")
         if not isinstance(schema, dict):
-            raise ApiError(
-                f"{format_field} of type json_schema should hold a name and, under schema, a JSON schema",
-                param=format_field,
+            raise field_error(
+                format_field, "of type json_schema should hold a name and, under schema, a JSON schema"
             )
         guides.append(schema_guide(schema, format_field))
     if request.structured_outputs is not None:

@@ -17,7 +17,7 @@ from flashinfer_backend.core.checkpoint_json import read_object_if_there
 from flashinfer_backend.core.values import shown
 from flashinfer_backend.openai import message_forms
 from flashinfer_backend.openai.bounds import values
-from flashinfer_backend.openai.errors import ApiError
+from flashinfer_backend.openai.errors import ApiError, field_error, wrong_value
 
 Messages = Sequence[Mapping[str, Any]]
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -112,10 +112,10 @@ class ChatTemplate:
         source = self.tool_source if tools else self.source
         given = [name for name, value in (("tools", tools), ("documents", documents)) if value]
         if taken := [name for name in variables or {} if name in OF_REQUEST]:
-            raise ApiError(
-                f"chat_template_kwargs has {taken[0]}, which templates get from the request's own fields;"
+            raise field_error(
+                "chat_template_kwargs",
+                f"has {taken[0]}, which templates get from the request's own fields;"
                 " it should be left out there",
-                param="chat_template_kwargs",
             )
         for name in given + list(variables or {}):
             if not _uses(name, source):
@@ -171,7 +171,7 @@ def plain_messages(
     """Messages as templates take them: text as one string, arguments of calls as objects. places: of each
     message (default: in `messages`). field: the request's that holds them. Raises ApiError."""
     if not messages:
-        raise ApiError(f"{field} is empty; it should have at least one message", param=field)
+        raise field_error(field, "is empty; it should have at least one message")
     left = CONVERSATION.values
     for arguments in _written_arguments(messages):  # JSON in texts of a body, which nothing has counted
         left -= values(arguments.encode(errors="replace"), CONVERSATION.values)
@@ -202,11 +202,11 @@ def _plain_message(message: Mapping[str, Any], place: str, content_place: str) -
     plain = {name: value for name, value in message.items() if value is not None}
     content = message.get("content")
     if content is None and role != "assistant":
-        raise ApiError(f"{content_place} is missing", param=content_place)
+        raise field_error(content_place, "is missing")
     plain["content"] = _text(content, content_place)
     for name in ("audio", "function_call"):
         if plain.pop(name, None):
-            raise ApiError(f"{place}.{name} is not supported", param=f"{place}.{name}")
+            raise field_error(f"{place}.{name}", "is not supported")
     if plain.get("tool_calls"):
         calls = plain["tool_calls"]
         if role != "assistant" or not isinstance(calls, list):
@@ -223,23 +223,21 @@ def _text(content: Any, place: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise ApiError(f"{place} should be a string or a list of parts", param=place)
+        raise field_error(place, "should be a string or a list of parts")
     texts = []
     for n, part in enumerate(content):
         if not isinstance(part, dict):
-            told = f"{place}[{n}] is {shown(part)}; it should be an object with a type"
-            raise ApiError(told, param=f"{place}[{n}]")
+            raise wrong_value(f"{place}[{n}]", part, "an object with a type")
         kind = part.get("type")
         if not isinstance(kind, str) or kind not in TEXT_PARTS:
-            raise ApiError(
-                f"{place}[{n}] is of type {shown(kind)}; only text is supported: "
-                '{"type": "text", "text": ...}',
-                param=f"{place}[{n}]",
+            raise field_error(
+                f"{place}[{n}]",
+                f'is of type {shown(kind)}; only text is supported: {{"type": "text", "text": ...}}',
             )
         field = TEXT_PARTS[kind]
         if not isinstance(text := part.get(field), str):
             inner = f"{place}[{n}].{field}"
-            raise ApiError(f"{inner} is {shown(text)}; it should be a text", param=inner)
+            raise wrong_value(inner, text, "a text")
         texts.append(text)
     return "\n".join(texts)
 
@@ -247,7 +245,7 @@ def _text(content: Any, place: str) -> str:
 def _plain_call(call: Any, place: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ApiError(f"{place} should hold a function with a name and arguments", param=place)
+        raise field_error(place, "should hold a function with a name and arguments")
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
         arguments = _value_of(arguments)

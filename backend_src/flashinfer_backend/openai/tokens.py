@@ -9,6 +9,7 @@ from flashinfer_backend.openai.chat import Conversation, render
 from flashinfer_backend.openai.door import Door
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.requests import DetokenizeRequest, TokenizeRequest, decode
+from flashinfer_backend.openai.sampling import check_ids
 from flashinfer_backend.openai.template import plain_messages
 from flashinfer_backend.openai.tools import read_tools
 
@@ -48,9 +49,8 @@ def read_detokenize(door: Door, body: bytes) -> str:
     """The text of ids, special tokens included. Raises ApiError."""
     request = decode(DetokenizeRequest, body)
     door.check_model(request.model)
-    ids, size = request.tokens, door.limits.vocab_size
-    if ids and not 0 <= min(ids) <= max(ids) < size:
-        raise ApiError(f"token ids should lie in 0..{size - 1}", param="tokens")
+    ids = request.tokens
+    check_ids("tokens", (min(ids, default=0), max(ids, default=0)), door.limits)
     return door.decoder(skip_special_tokens=False).decode(ids)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashinfer_backend.core.values import shown
-from flashinfer_backend.openai.errors import ApiError
+from flashinfer_backend.openai.errors import ApiError, field_error
 from flashinfer_backend.openai.sampling import NO_GUIDE, Guide, schema_guide
 
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -78,7 +78,7 @@ def read_tools(
     chat). Raises ApiError."""
     if not tools:
         if choice not in (None, NONE, AUTO):
-            raise ApiError("tool_choice is set, but there are no tools", param="tool_choice")
+            raise field_error("tool_choice", "is set, but there are no tools")
         return Tools()
     flat = places is not None
     places = places or [f"tools[{n}].function" for n in range(len(tools))]
@@ -89,9 +89,8 @@ def read_tools(
     chosen, allowed = _choice(choice, flat)
     unknown = {name for name in (*allowed, chosen) if name not in (*names, AUTO, NONE, REQUIRED)}
     if unknown:
-        raise ApiError(
-            f"tool_choice names {', '.join(sorted(unknown))}; the tools are {', '.join(names)}",
-            param="tool_choice",
+        raise field_error(
+            "tool_choice", f"names {', '.join(sorted(unknown))}; the tools are {', '.join(names)}"
         )
     if chosen == NONE:  # what the model is not told of it does not call
         return Tools()
@@ -155,9 +154,8 @@ def _choice(choice: str | Mapping[str, Any] | None, flat: bool) -> tuple[str, li
     listed = f'{{"type": "allowed_tools", {tools}}}'
     if not flat:
         listed = f'{{"type": "allowed_tools", "allowed_tools": {{{tools}}}}}'
-    raise ApiError(
-        f"tool_choice should be auto, none, required, a function ({function}) or some ({listed})",
-        param="tool_choice",
+    raise field_error(
+        "tool_choice", f"should be auto, none, required, a function ({function}) or some ({listed})"
     )
 
 
