@@ -108,13 +108,6 @@ class Layer(nn.Module):
         added = collectives.all_reduce(self._mlp(hidden, residual, chosen))
         return self._onto(hidden, added, self.mlp_norm)
 
-    def compute_products(self, hidden: Tensor) -> None:
-        """Compute each product of some tokens, for what that loads. May overwrite hidden[T, hidden]."""
-        for product in self.spec.mixer.products:
-            if product.name != "o":
-                self._product(hidden, self.input_norm, getattr(self, product.name), None)
-        self.behind(hidden.new_zeros(len(hidden), self.o.shape[1]), hidden, ALONE)
-
     def mlp(self, hidden: Tensor) -> Tensor:
         """What a rank's part of the MLP adds to the residual stream hidden[T, hidden], and on one rank that
         as well, unless what is added is normed first. May overwrite hidden."""
@@ -204,13 +197,17 @@ class AttentionLayer(Layer):
     ) -> tuple[Tensor, Stream]:
         """Up to attention: stores this step's keys and values, returns q[T, Hq, D] (in `out` when given) and
         what goes around attention. chosen: the tokens' adapters, as in Transformer.forward."""
-        qkv, gate = self._product(hidden, self.input_norm, self.qkv, chosen), None
+        qkv, gate = self.project(hidden, chosen), None
         if self.mixer.gated:
             gates = self.mixer.heads * self.mixer.head_dim
             gate, qkv = qkv[:, :gates], qkv[:, gates:]
         if self.mixer.qk_norm == "all":
             self._norm_all_heads(qkv, collectives)
         return self.rotate(qkv, positions, cache_locations, kv_cache, out), Stream(hidden, gate)
+
+    def project(self, hidden: Tensor, chosen: Chosen | None) -> Tensor:
+        """hidden[T, hidden] -> queries, keys and values, and before them a gate, side by side."""
+        return self._product(hidden, self.input_norm, self.qkv, chosen)
 
     def rotate(
         self,
@@ -503,18 +500,24 @@ class Transformer(nn.Module):
         return self.collectives.all_reduce(hidden)
 
     @torch.inference_mode()
-    def compute_products(self, tokens: int, head: bool) -> None:
+    def compute_products(self, tokens: int, head: bool, chosen: Chosen | None = None) -> None:
         """Compute each product of `tokens` tokens, for what that loads: of layers that are alike those of
-        one, and the output projection's if told. Ranks do not meet."""
+        one, and the output projection's if told. chosen: the tokens' adapters. Ranks do not meet."""
         unlike = {}
         for layer in self.layers:
             products = ((each.name, each.shape, each.format, each.bias) for each in layer.spec.products)
             unlike[tuple(products), layer.input_norm is None, layer.post_norm is None] = layer
         hidden = torch.zeros(tokens, self.spec.hidden_size, dtype=self.dtype, device=self.device)
         for layer in unlike.values():
-            layer.compute_products(hidden.clone())
+            own = hidden.clone()
+            if isinstance(layer, DeltaLayer):
+                layer.before(own, chosen)
+            elif isinstance(layer, AttentionLayer):
+                layer.project(own, chosen)
+            layer.behind(own.new_zeros(tokens, layer.o.shape[1]), own, ALONE, chosen)
         if head:
-            self.ops.norm_linear(hidden, self.final_norm, self.spec.norm_eps, self.lm_head, None)
+            last = self.final_norm, self.spec.norm_eps, self.lm_head, None
+            self.ops.norm_linear(hidden, *last, chosen=chosen)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None, chosen: Chosen | None = None) -> Tensor:
         """Final norm and output projection: hidden[R, hidden] as forward() returns it -> [R, V], in `out` if

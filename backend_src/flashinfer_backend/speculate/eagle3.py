@@ -46,7 +46,7 @@ class FirstLayer(AttentionLayer):
 
 class Head(nn.Module):
     """An EAGLE-3 head with uninitialised weights, which `load` fills, for sequences of up to `positions`
-    tokens. Of several ranks, each has its share of the layers, as of the target's, and all else.
+    tokens. Of several ranks, each has its share of the layers (`spec`), as of the target's, and all else.
 
     embed_tokens: [V, H], where that is not the target's.
     """
@@ -56,7 +56,6 @@ class Head(nn.Module):
 
     def __init__(self, spec: Eagle3Spec, target: Transformer, positions: int) -> None:
         super().__init__()
-        spec = spec.share(target.spec.shard)
         spec.check_fits(target.spec, positions)
         self.spec, self.ops, self.dtype, self.device = spec, target.ops, target.dtype, target.device
         self._target = [target]  # in a list: its parameters are not this module's
@@ -205,7 +204,7 @@ def load_eagle3(
 ) -> HeadProposer:
     """The proposer of `count` drafts by the head in a folder. positions: the most that a sequence has. fp8:
     the head's layers are quantised as they are read. Raises OSError or ValueError saying what is wrong."""
-    spec = read_drafter(folder, fp8)
+    spec = read_drafter(folder, fp8).share(target.spec.shard)
     if load_format == "auto" and _has_midlayer(folder):
         spec = replace(spec, layers=(replace(spec.layers[0], prefix=FIRST_LAYER), *spec.layers[1:]))
     head = Head(spec, target, positions)
