@@ -45,7 +45,7 @@ def test_a_file_without_keys_does_not_open_the_api(tmp_path, capsys, free_port, 
 
 @pytest.mark.parametrize("door", ["alone", "beside tritonserver"])
 def test_a_package_that_is_missing_is_named_before_the_start(door, capsys, monkeypatch):
-    monkeypatch.setattr(worker, "PACKAGES", ("fastapi", "a_package_that_is_not_here"))
+    monkeypatch.setattr(worker, "PACKAGES", ("starlette", "a_package_that_is_not_here"))
     if door == "alone":
         assert main(["--model", "bundled"]) == 1
     else:

@@ -8,7 +8,7 @@ import hashlib
 import hmac
 import sys
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
-from fastapi import FastAPI, Request
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -82,7 +82,6 @@ from flashinfer_backend.openai.tokens import read_detokenize, read_tokenize, sho
 PAGE = Path(__file__).with_name("page.html")
 OPEN_PATHS = ("/", "/health", "/metrics")  # without a key
 VERSIONS = ("/v1", "")  # in front of most paths
-READING = ["GET", "HEAD"]  # load generators and monitors ask for the head first
 MANY_BODIES = 8  # of the largest size, at the same time
 LARGE_BODY = 1 << 14  # bytes from which a body is read in a thread, so that streams go on
 READERS = 2  # threads for them; further large bodies wait
@@ -123,24 +122,20 @@ class Post(NamedTuple):
 
 def make_app(doors: Sequence[Door], access: Access) -> ASGIApp:
     """The ASGI application of one process. doors: to each model."""
-    app = FastAPI(openapi_url=None)
-    shared = doors[0].metrics
-    bodies = Bodies(access.max_body_bytes)
-    posts = _posts(doors)
-    for post in posts:
-        endpoint = _endpoint(post, doors, bodies)
-        for path in post.paths():
-            app.add_api_route(path, endpoint, methods=["POST"], response_model=None)
-    _add_models(app, doors)
-    _add_kept_responses(app, doors[0])
-    _add_state(app, doors)
-    _add_errors(app, shared)
+    shared, posts, bodies = doors[0].metrics, _posts(doors), Bodies(access.max_body_bytes)
+    routes = [
+        Route(path, _endpoint(post, doors, bodies), methods=["POST"])
+        for post in posts
+        for path in post.paths()
+    ]
+    routes += [*_of_models(doors), *_of_kept_responses(doors[0]), *_of_state(doors)]
 
-    @app.api_route("/openapi.json", methods=READING)
-    async def openapi() -> Response:
+    async def openapi(request: Request) -> Response:
         kinds = {path: post.kind for post in posts for path in post.paths()}
-        return _json(description(kinds, _paths(app, "GET"), _paths(app, "DELETE"), bool(access.keys)))
+        return _json(description(kinds, _paths(routes, "GET"), _paths(routes, "DELETE"), bool(access.keys)))
 
+    routes.append(Route("/openapi.json", openapi))
+    app = Starlette(routes=routes, exception_handlers=_answers_to_errors(shared))
     guarded: ASGIApp = Ending(Guard(app, shared, access.keys), shared)
     if access.origins:  # in front of the guard: browsers ask without a key whether they may
         guarded = CORSMiddleware(
@@ -153,8 +148,7 @@ def make_app(doors: Sequence[Door], access: Access) -> ASGIApp:
     return RequestIds(guarded)
 
 
-def _paths(app: FastAPI, method: str) -> list[str]:
-    routes = [route for route in app.routes if isinstance(route, Route)]
+def _paths(routes: Sequence[Route], method: str) -> list[str]:
     return [route.path_format for route in routes if method in (route.methods or ())]
 
 
@@ -201,7 +195,7 @@ def _endpoint(post: Post, doors: Sequence[Door], bodies: Bodies) -> Callable[[Re
     return endpoint
 
 
-def _add_models(app: FastAPI, doors: Sequence[Door]) -> None:
+def _of_models(doors: Sequence[Door]) -> Iterator[Route]:
     async def models(request: Request) -> Response:
         data = [_model(door, name) for door in doors for name in door.all_names]
         return _json({"object": "list", "data": data})
@@ -213,11 +207,11 @@ def _add_models(app: FastAPI, doors: Sequence[Door]) -> None:
         return _json(_model(door, door.check_model(name)))
 
     for prefix in VERSIONS:
-        app.add_api_route(f"{prefix}/models", models, methods=READING, response_model=None)
-        app.add_api_route(prefix + "/models/{name:path}", model, methods=READING, response_model=None)
+        yield Route(f"{prefix}/models", models)
+        yield Route(prefix + "/models/{name:path}", model)
 
 
-def _add_kept_responses(app: FastAPI, door: Door) -> None:
+def _of_kept_responses(door: Door) -> Iterator[Route]:
     async def response(request: Request) -> Response:
         name = request.path_params["name"]
         if request.method != "DELETE":
@@ -228,23 +222,19 @@ def _add_kept_responses(app: FastAPI, door: Door) -> None:
         return _json({"id": name, "object": "response", "deleted": True})
 
     for prefix in VERSIONS:
-        path = prefix + "/responses/{name}"
-        app.add_api_route(path, response, methods=[*READING, "DELETE"], response_model=None)
+        yield Route(prefix + "/responses/{name}", response, methods=["GET", "DELETE"])
 
 
-def _add_state(app: FastAPI, doors: Sequence[Door]) -> None:
+def _of_state(doors: Sequence[Door]) -> Iterator[Route]:
     """Paths that tell how the server is, and the page."""
 
-    @app.api_route("/health", methods=READING)
-    async def health() -> Response:
+    async def health(request: Request) -> Response:
         return Response(status_code=200 if all(door.ready for door in doors) else 503)
 
-    @app.api_route("/version", methods=READING)
-    async def version() -> Response:
+    async def version(request: Request) -> Response:
         return _json({"version": __version__})
 
-    @app.api_route("/metrics", methods=READING)
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
         states = [
             ModelState(
                 door.name,
@@ -256,45 +246,39 @@ def _add_state(app: FastAPI, doors: Sequence[Door]) -> None:
         ]
         return Response(doors[0].metrics.text(states), headers={"content-type": METRICS_TYPE})
 
-    @app.api_route("/", methods=READING)
-    async def page() -> Response:
+    async def page(request: Request) -> Response:
         return FileResponse(PAGE, media_type="text/html")
 
+    yield from (Route("/health", health), Route("/version", version), Route("/metrics", metrics))
+    yield Route("/", page)
 
-def _add_errors(app: FastAPI, metrics: Metrics) -> None:
-    """How exceptions are answered, and counted."""
 
-    async def api_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, ApiError)
+def _answers_to_errors(metrics: Metrics) -> dict[Any, Callable[[Request, Any], Awaitable[Response]]]:
+    """How exceptions are answered, and counted, by their class."""
+
+    async def api_error(request: Request, error: ApiError) -> Response:
         metrics.error(error.status)
         return error.response(request.scope)
 
-    async def http_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
         headers = dict(error.headers or {})
         words = {
             404: f"there is no {request.url.path}",
             405: f"{request.url.path} takes {headers.get('Allow')}, not {request.method}",
         }
-        metrics.error(error.status_code)
         wrong = ApiError(words.get(error.status_code, str(error.detail)), error.status_code)
-        answer = wrong.response(request.scope)
+        answer = await api_error(request, wrong)
         answer.headers.update(headers)
         return answer
 
-    async def left(request: Request, error: Exception) -> Response:
+    async def left(request: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=499)  # the client has left
 
     async def unexpected(request: Request, error: Exception) -> Response:
         traceback.print_exception(error, file=sys.stderr)
-        metrics.error(500)
-        wrong = ApiError("internal error; the server's log has the rest of it", 500)
-        return wrong.response(request.scope)
+        return await api_error(request, ApiError("internal error; the server's log has the rest of it", 500))
 
-    app.add_exception_handler(ApiError, api_error)
-    app.add_exception_handler(HTTPException, http_error)
-    app.add_exception_handler(ClientDisconnect, left)
-    app.add_exception_handler(Exception, unexpected)
+    return {ApiError: api_error, HTTPException: http_error, ClientDisconnect: left, Exception: unexpected}
 
 
 class Ending:

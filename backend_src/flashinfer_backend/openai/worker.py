@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # the parent reads this module too, and needs none of these
     from flashinfer_backend.openai.door import Door
     from flashinfer_backend.openai.metrics import Metrics
 
-PACKAGES = ("fastapi", "uvicorn", "uvloop", "httptools", "prometheus_client")
+PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "prometheus_client")
 NO_MODEL = 3  # exit status: the checkpoint cannot be read, and could not the next time
 # Until a process that has no engine yet answers all the same, and refuses. One that replaces another attaches
 # to the running engine meanwhile, so that connections which waited for it are served.
