@@ -4,14 +4,13 @@
 import json
 import math
 import re
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
 import pytest
 import small_tokenizers
 
+from answering import answering, response
 from client import bench, find_rate, grpc_wire, measured, ready, report, report_plots, results, wire
 from client.bench_options import make_parser
 from client.datasets import Part, Prompt, Ramp, arrival_times, load_prompts
@@ -283,27 +282,15 @@ def test_top_p_beside_a_temperature(server, tokenizer_folder):
 
 
 def test_a_model_that_the_server_does_not_have_is_named():
-    class Handler(BaseHTTPRequestHandler):
+    def answer(path, _):
         """As tritonserver 2.51."""
+        if path.endswith("/ready"):
+            return response(400, json.dumps({"error": "Model version not ready"}))
+        return response(404, json.dumps({"error": "Request for unknown model: 'x' is not found"}))
 
-        def do_GET(self):
-            ready = self.path.endswith("/ready")
-            error = "Model version not ready" if ready else "Request for unknown model: 'x' is not found"
-            data = json.dumps({"error": error}).encode()
-            self.send_response(400 if ready else 404)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        threading.Thread(target=http.serve_forever, daemon=True).start()
-        base = f"http://127.0.0.1:{http.server_address[1]}"
+    with answering(answer) as base:
         said = f"{base}/v2/models/x: HTTP 404 Request for unknown model: 'x' is not found"
         assert ready.missing(Load("triton", base, model="x")) == said
-        http.shutdown()
 
 
 def test_grpc_answers_tell_what_those_over_http_do():

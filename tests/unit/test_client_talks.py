@@ -6,13 +6,12 @@ import json
 import socket
 import subprocess
 import sys
-import threading
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
+from answering import answering, response
 from client import chat, generate
 
 ROOT = Path(__file__).parents[2]
@@ -20,40 +19,22 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def answers():
-    """(URL of a server, the bodies that it still has to answer with)."""
+    """(URL of a server, the answers that it still has to give)."""
     waiting = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(waiting.pop(0))
-
-        def do_GET(self):
-            self.wfile.write(waiting.pop(0) if waiting else b"\x00\x00\x18\x04 HTTP/2\r\n")
-
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", waiting
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    other = b"\x00\x00\x18\x04 HTTP/2\r\n"
+    with answering(lambda *_: waiting.pop(0) if waiting else other) as url:
+        yield url, waiting
 
 
 def events(*events):
-    return b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)
+    return response(200, "".join(f"data: {json.dumps(event)}\n\n" for event in events))
 
 
 @pytest.mark.parametrize(
     "answer, message",
     [
-        (b"<html>", "the answer holds no text_output"),
-        (b"data: nonsense\n\n", "an answer that is none: JSONDecodeError"),
+        (response(200, "<html>"), "the answer holds no text_output"),
+        (response(200, "data: nonsense\n\n"), "an answer that is none: JSONDecodeError"),
         (events([1]), "an answer that is none: ValueError"),
         (events({"output_ids": [1]}), "an answer that is none: KeyError('text_output')"),
     ],

@@ -7,49 +7,34 @@ import ipaddress
 import json
 import re
 import socket
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from answering import answering, response
 from flashinfer_backend.launch.probe import problem
 from flashinfer_backend.transport.stand_in import RESTARTING, stand_in
 
 LOCAL = ipaddress.ip_address("127.0.0.1")
 
 
-class Answers(BaseHTTPRequestHandler):
-    """Answers with the (status, text) of the server's `table` by path; None: not at all."""
-
-    def do_GET(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length", "0")))
-        answer = self.server.table.get(self.path, (404, "{}"))
-        if answer is None:
-            time.sleep(3)
-            return
-        status, text = answer
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    do_POST = do_GET
-
-    def log_message(self, *_: object) -> None:
-        """Says nothing."""
+PLACES = ("/v2/health/live", "/v2/health/ready", "/v2/models/ensemble/generate")
+TABLE: dict[str, tuple[int, str] | None] = {}  # status and text of each place; None: no answer
 
 
 @pytest.fixture
-def server() -> Iterator[ThreadingHTTPServer]:
-    made = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    threading.Thread(target=made.serve_forever, daemon=True).start()
-    yield made
-    made.shutdown()
-    made.server_close()
+def url() -> Iterator[str]:
+    def answer(path: str, _: bytes) -> bytes:
+        if (found := TABLE[path]) is None:
+            time.sleep(3)
+            return b""
+        return response(*found)
+
+    with answering(answer) as url:
+        yield url
 
 
 @pytest.mark.parametrize(
@@ -65,21 +50,19 @@ def server() -> Iterator[ThreadingHTTPServer]:
         ((500, ""), (200, ""), (200, "{}"), "live .500"),
     ],
 )  # fmt: skip
-def test_a_broken_server_fails_the_probe(server, live, ready, generate, expected) -> None:
-    names = ("/v2/health/live", "/v2/health/ready", "/v2/models/ensemble/generate")
-    server.table = dict(zip(names, (live, ready, generate), strict=True))
-    found = problem(f"http://127.0.0.1:{server.server_port}", "ensemble", 0.5)
+def test_a_broken_server_fails_the_probe(url, live, ready, generate, expected) -> None:
+    TABLE.update(zip(PLACES, (live, ready, generate), strict=True))
+    found = problem(url, "ensemble", 0.5)
     assert bool(found) == bool(expected) and re.search(expected, found), found
 
 
-def test_a_proxy_of_the_environment_is_not_asked(server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxy_of_the_environment_is_not_asked(url, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{unused.getsockname()[1]}")
         monkeypatch.delenv("no_proxy", raising=False)
-        names = ("/v2/health/live", "/v2/health/ready", "/v2/models/ensemble/generate")
-        server.table = dict.fromkeys(names, (200, ""))
-        assert problem(f"http://127.0.0.1:{server.server_port}", "ensemble", 5) == ""
+        TABLE.update(dict.fromkeys(PLACES, (200, "")))
+        assert problem(url, "ensemble", 5) == ""
 
 
 def test_nobody_listening_fails_the_probe() -> None:

@@ -8,14 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
+from answering import answering, response
 from flashinfer_backend.core.paths import run_dir
 from flashinfer_backend.launch import server_run
 from flashinfer_backend.launch.watchdog import GROWN
@@ -45,32 +44,18 @@ while True:
 """
 
 
-class Answers(BaseHTTPRequestHandler):
-    """A server that says it is ready, with a model of two processes."""
-
-    cut = 0  # bytes that are missing at the end of each answer
-
-    def do_GET(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length", "0")))
-        body = TABLE.get(self.path, "").encode()
-        self.send_response(200 if self.path in TABLE else 404)
-        self.send_header("Content-Length", str(len(body) + self.cut))
-        self.end_headers()
-        self.wfile.write(body)
-
-    do_POST = do_GET
-
-    def log_message(self, *_: object) -> None:
-        """Says nothing."""
+MISSING = {"bytes": 0}  # at the end of each answer
 
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    made = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-    yield f"http://127.0.0.1:{made.server_port}"
-    made.shutdown()
-    made.server_close()
+    """Of a server that says it is ready, with a model of two processes."""
+
+    def answer(path: str, _: bytes) -> bytes:
+        return response(200 if path in TABLE else 404, TABLE.get(path, ""), MISSING["bytes"])
+
+    with answering(answer) as url:
+        yield url
 
 
 def stub(folder: Path, server_pid: int) -> subprocess.Popen[bytes]:
@@ -93,9 +78,9 @@ def test_a_server_without_one_of_its_processes_is_never_ready(
         assert [run.look_ready() for _ in range(3)] == [False] * 3
         assert "ended while it was loaded" in run.problem()
         processes.append(stub(tmp_path, run._child.pid))
-        monkeypatch.setattr(Answers, "cut", 1)
+        monkeypatch.setitem(MISSING, "bytes", 1)
         assert not run.look_ready(), "it may have died while it answered"
-        monkeypatch.setattr(Answers, "cut", 0)
+        monkeypatch.setitem(MISSING, "bytes", 0)
         assert run.look_ready()
     finally:
         run.end()
