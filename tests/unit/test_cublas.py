@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashinfer_backend.core import tuned
 from flashinfer_backend.ops import cublas, device
+from tables import measured
 
 
 @pytest.mark.parametrize(
@@ -26,9 +26,7 @@ from flashinfer_backend.ops import cublas, device
     ],
 )
 def test_choice_follows_the_next_measured_size(shape: tuple[int, int], tokens: int, expected: bool) -> None:
-    numbers = tuned.load("NVIDIA H200")
-    assert numbers is not None
-    with device.use(numbers):
+    with device.use(measured()):
         assert cublas.takes_lt(*shape, tokens) is expected
     if not torch.cuda.is_available():
         assert not cublas.takes_lt(*shape, tokens)

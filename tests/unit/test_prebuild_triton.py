@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from hopper_driver import use_hopper
@@ -26,9 +25,10 @@ from flashinfer_backend.core.tuned import BlockTile, Tiling
 from flashinfer_backend.models.spec import Experts, ModelSpec
 from flashinfer_backend.ops import device
 from flashinfer_backend.worker import prebuild_triton
+from flashinfer_backend.worker.prebuild_triton import collect
 from perf_configs.replaying import head_spec
 from specs import EXPERTS, bundled
-from tables import entries
+from tables import entries, measured
 
 pytest.importorskip("triton")
 
@@ -82,8 +82,17 @@ def names(variants: list[tuple[Any, str]]) -> Counter[str]:
     return Counter(kernel.__name__ for kernel, _ in variants)
 
 
+def ahead_of(model: ModelSpec, config: EngineConfig = CONFIG, *head: ModelSpec) -> list[tuple[Any, str]]:
+    """What is compiled ahead."""
+    return collect(lambda: prebuild_triton.call_operations(config, model, torch.bfloat16, *head))
+
+
+def empty(*shape: int, of: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=of, device=META)
+
+
 def test_sampling_has_one_variant_for_any_number_of_rows():
-    found = prebuild_triton.collect(lambda: [sample_rows(rows) for rows in range(1, 40)])
+    found = collect(lambda: [sample_rows(rows) for rows in range(1, 40)])
     assert names(found) == {"_block_best": 1, "_row_best": 1}
 
 
@@ -103,17 +112,14 @@ def test_rope_and_inputs_have_one_variant_for_any_part_of_a_step():
             step_inputs(slots, last, last, table, 16, new_blocks=blocks)
             step_inputs(slots, last, last, table, 16, given=(blocks, positions, tokens // 2))
 
-    assert names(prebuild_triton.collect(calls)) == {"_rope_and_store": 1, "_step_inputs": 2}
+    assert names(collect(calls)) == {"_rope_and_store": 1, "_step_inputs": 2}
 
 
 @pytest.mark.parametrize("model", [BUNDLED, LLAMA], ids=["bundled", "llama"])
 def test_operations_are_called_without_compiling_anything(model, tmp_path):
-    numbers = tuned.load("NVIDIA H200")
-    assert numbers is not None
+    numbers = measured()
     with device.use(numbers):
-        variants = prebuild_triton.collect(
-            lambda: prebuild_triton.call_operations(CONFIG, model, torch.bfloat16)
-        )
+        variants = ahead_of(model)
     found = names(variants)
     assert {"_rope_and_store", "_step_inputs", "_block_best", "_row_best", "_decode"} <= set(found)
     # For rows by themselves, and for rows that share prefixes.
@@ -127,10 +133,7 @@ def test_drafts_have_kernels_of_their_own():
     """Rows alone and rows with all of their drafts, by the numbers of rows that check as many; what is shared
     with an engine without drafts is the same."""
     config = replace(CONFIG, speculative_method="ngram", max_draft_len=4)
-    plain, drafted = (
-        prebuild_triton.collect(lambda c=c: prebuild_triton.call_operations(c, LLAMA, torch.bfloat16))
-        for c in (CONFIG, config)
-    )
+    plain, drafted = ahead_of(LLAMA), ahead_of(LLAMA, config)
     kernels = {
         "_accept": 1,
         "_draft_inputs": 3,
@@ -168,9 +171,6 @@ def test_a_delta_net_has_one_variant_for_any_step():
     }
     heads, dim, channels = 32, 128, 64 * 128
 
-    def empty(*shape: int, of: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.empty(shape, dtype=of, device="meta")
-
     def steps(drafts: int) -> None:
         recurrent, of_heads = empty(9, heads, dim, dim, of=torch.float32), empty(heads, of=torch.float32)
         states = DeltaStates(recurrent, empty(9, inputs_kept(4, drafts), channels + 2 * heads))
@@ -187,11 +187,9 @@ def test_a_delta_net_has_one_variant_for_any_step():
     compiled = {}
     for drafts in (0, 3):
         own = replace(config, speculative_method="ngram", max_draft_len=drafts) if drafts else config
-        ahead = prebuild_triton.collect(
-            lambda c=own: prebuild_triton.call_operations(c, model, torch.bfloat16)
-        )
+        ahead = ahead_of(model, own)
         assert {name: names(ahead)[name] for name in kernels} == kernels
-        assert set(prebuild_triton.collect(lambda n=drafts: steps(n))) <= set(ahead)
+        assert set(collect(lambda n=drafts: steps(n))) <= set(ahead)
         compiled |= {kernel.__name__: (kernel, data) for kernel, data in ahead if kernel.__name__ in kernels}
     assert prebuild_triton.compile_together(list(compiled.values())) == []
 
@@ -221,17 +219,8 @@ def test_a_head_has_its_kernels_ahead(method: str, fp8: bool) -> None:
     spec = target.mtp_head() if method == "mtp" else head_spec(target)
     if fp8 and method == "eagle3":
         spec = spec.quantised_on_load()
-    numbers = tuned.load("NVIDIA H200")
-    assert numbers is not None
-    with device.use(numbers):
-        ahead, without = (
-            set(
-                prebuild_triton.collect(
-                    lambda d=drafter: prebuild_triton.call_operations(config, target, torch.bfloat16, d)
-                )
-            )
-            for drafter in (spec, None)
-        )
+    with device.use(measured()):
+        ahead, without = set(ahead_of(target, config, spec)), set(ahead_of(target, config))
     assert without < ahead
     own = names([variant for variant in ahead if variant not in without])
     assert {"_norms_side_by_side", "_best_of_block", "_best_of_row", "_linear"} <= set(own), own
@@ -243,18 +232,12 @@ def test_a_cache_in_fp8_has_kernels_of_its_own():
     from flashinfer_backend.ops.triton_rope import rope_and_store
 
     config = EngineConfig(model_dir="", max_seq_len=8192, kv_cache_dtype="fp8_e4m3")
-    ahead = {
-        which: prebuild_triton.collect(lambda c=c: prebuild_triton.call_operations(c, LLAMA, torch.bfloat16))
-        for which, c in (("auto", CONFIG), ("fp8", config))
-    }
+    plain, ahead = ahead_of(LLAMA), ahead_of(LLAMA, config)
     touched = {"_rope_and_store", "_decode", "_copy_blocks"}
-    ours = {variant for variant in ahead["fp8"] if variant[0].__name__ in touched}
+    ours = {variant for variant in ahead if variant[0].__name__ in touched}
     assert {kernel.__name__ for kernel, _ in ours} == touched
-    assert not ours & set(ahead["auto"])
-    assert names(ahead["fp8"])["_copy_blocks"] == 1 and names(ahead["auto"])["_copy_blocks"] == 0
-
-    def empty(*shape: int, of: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.empty(shape, dtype=of, device="meta")
+    assert not ours & set(plain)
+    assert names(ahead)["_copy_blocks"] == 1 and names(plain)["_copy_blocks"] == 0
 
     def calls() -> None:
         cache = tuple(empty(9, 16, 8, 128, of=torch.float8_e4m3fn) for _ in "kv")
@@ -265,13 +248,13 @@ def test_a_cache_in_fp8_has_kernels_of_its_own():
             qkv = empty(rows, 48 * 128)
             rope_and_store(qkv, words, cos_sin, *cache, words, None, None, 1e-5, 32, 8, None, scales)
             items = split.max_items(rows, 8, fp8=True)
-            workspace = triton_decode.DecodeWorkspace(rows, items, 32, 8, 128, torch.device("meta"))
+            workspace = triton_decode.DecodeWorkspace(rows, items, 32, 8, 128, META)
             work, q = empty(items, split.ITEM_WORDS, of=torch.int32), empty(rows, 32, 128)
             triton_decode.decode(q, cache, q, work, table, workspace, 128**-0.5, scales)
             scratch = empty(99, 16, 8, 128), empty(99, 16, 8, 128)
             triton_copy.copy_blocks(cache, scratch, words, empty(rows + 1, of=torch.int32), rows)
 
-    assert set(prebuild_triton.collect(calls)) <= ours
+    assert set(collect(calls)) <= ours
 
 
 def test_each_cache_takes_its_own_tiles():
@@ -280,12 +263,12 @@ def test_each_cache_takes_its_own_tiles():
 
     plain, few, more = (tuned.DecodeAttention(block, 3, 2, 16, 8, 2) for block in (16, 64, 128))
     forms = {"16 bits": entries((None, plain)), "e4m3": entries((16, few), (None, more))}
-    numbers = msgspec.structs.replace(tuned.fallback(), decode_attention=forms)
+    numbers = replace(tuned.fallback(), decode_attention=forms)
 
     def blocks(calls: Any) -> list[int]:
         found = []
         with device.use(numbers):
-            for kernel, data in prebuild_triton.collect(calls):
+            for kernel, data in collect(calls):
                 if kernel.__name__ == "_decode":
                     place = [parameter.name for parameter in kernel.params].index("TILE")
                     constants = json.loads(data)
@@ -301,11 +284,8 @@ def test_each_cache_takes_its_own_tiles():
         assert blocks(lambda c=config: prebuild_triton.call_operations(c, LLAMA, torch.bfloat16)) == expected
 
         def call(rows: int, of: torch.dtype = stored) -> None:
-            def empty(*shape: int, of: torch.dtype = torch.bfloat16) -> torch.Tensor:
-                return torch.empty(shape, dtype=of, device="meta")
-
             cache = empty(9, 16, 8, 128, of=of), empty(9, 16, 8, 128, of=of)
-            space = triton_decode.DecodeWorkspace(rows, rows + 1, 32, 8, 128, torch.device("meta"))
+            space = triton_decode.DecodeWorkspace(rows, rows + 1, 32, 8, 128, META)
             items, table = (empty(rows + 1, 8, of=torch.int32) for _ in range(2))
             q = empty(rows, 32, 128)
             triton_decode.decode(q, cache, q, items, table, space, 128**-0.5)
@@ -319,23 +299,20 @@ def test_rows_that_share_prefixes_have_their_kernels_ahead():
     from flashinfer_backend.attention.prefixes import PREFIX_WORDS, PrefixTiles
     from flashinfer_backend.attention.triton_prefix import SharedWork, prefix_parts
 
-    def empty(*shape: int, of: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.empty(shape, dtype=of, device="meta")
-
     def calls() -> None:
         cache, table = tuple(empty(9, 16, 8, 128) for _ in "kv"), empty(257, 512, of=torch.int32)
         for rows in (16, 64, 256):
             items, tiles = split.max_items(rows, 8, False), PrefixTiles(rows, 32, 8)
             words = empty(items * split.ITEM_WORDS + tiles.words, of=torch.int32)
             own, prefixes, order = words.split_with_sizes([items * split.ITEM_WORDS, *tiles.sizes])
-            space = triton_decode.DecodeWorkspace(rows, items, 32, 8, 128, torch.device("meta"))
+            space = triton_decode.DecodeWorkspace(rows, items, 32, 8, 128, META)
             q, work = empty(rows, 32, 128), SharedWork(prefixes.view(-1, PREFIX_WORDS), order)
             prefix_parts(q, cache, work, table, space, 128**-0.5)
             own = own.view(-1, split.ITEM_WORDS)
             triton_decode.decode(q, cache, q, own, table, space, 128**-0.5, shared=True)
 
-    ahead = prebuild_triton.collect(lambda: prebuild_triton.call_operations(CONFIG, LLAMA, torch.bfloat16))
-    used = prebuild_triton.collect(calls)
+    ahead = ahead_of(LLAMA)
+    used = collect(calls)
     assert set(used) <= set(ahead) and names(used)["_prefix"] == 1
     one_each = {kernel.__name__: (kernel, data) for kernel, data in used}
     assert prebuild_triton.compile_together(list(one_each.values())) == []
@@ -344,7 +321,7 @@ def test_rows_that_share_prefixes_have_their_kernels_ahead():
 def test_what_is_compiled_ahead_is_what_runs(monkeypatch):
     monkeypatch.setattr(prebuild_triton, "call_operations", lambda *_: sample_rows(3))
     assert prebuild_triton.prepare(CONFIG, BUNDLED, torch.bfloat16) == 2
-    assert prebuild_triton.collect(lambda: sample_rows(5)) == []
+    assert collect(lambda: sample_rows(5)) == []
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -410,13 +387,13 @@ def test_what_products_in_fp8_compile(format, kernels):
     tokens."""
 
     model = LLAMA.with_format(format)
-    variants = prebuild_triton.collect(lambda: prebuild_triton.call_operations(CONFIG, model, torch.bfloat16))
+    variants = ahead_of(model)
     found = names(variants)
     assert {name: count for name, count in found.items() if name in FP8_KERNELS} == kernels
     assert found["_linear"] == 0  # the head's, without numbers of an H200
 
     different = {0: 0.5, 1024: 0.25}
-    assert set(prebuild_triton.collect(lambda: fp8_products(model, format, different))) <= set(variants)
+    assert set(collect(lambda: fp8_products(model, format, different))) <= set(variants)
 
 
 def fp8_products(
@@ -429,12 +406,12 @@ def fp8_products(
 
     for product in model.layers[0].products:
         role = product.role
-        weight = Weight.empty(role, product.shape, format, torch.bfloat16, torch.device("meta"))
+        weight = Weight.empty(role, product.shape, format, torch.bfloat16, META)
         several = len(product.sources) > 1
         weight.input_scales = input_scales if several else {0: 0.5}
         normed = several and (format != "fp8_static" or len(input_scales) == 1)
         for tokens in sizes:
-            x = torch.empty(tokens, weight.data.shape[1], dtype=torch.bfloat16, device="meta")
+            x = torch.empty(tokens, weight.data.shape[1], dtype=torch.bfloat16, device=META)
             residual = x.new_empty(tokens, len(weight.data)) if role in ("o", "down") else None
             norm = Norm(x.new_empty(x.shape[1]), model.norm_eps) if normed else None
             cuda_fp8.product(x, weight, residual=residual, gated=role == "gate_up", norm=norm)
@@ -456,12 +433,12 @@ def test_what_experts_compile(format, experts):
         model = bundled(**(keys | oss))
     else:
         model = bundled(**keys).with_format(format)
-    variants = prebuild_triton.collect(lambda: prebuild_triton.call_operations(CONFIG, model, torch.bfloat16))
+    variants = ahead_of(model)
     found = names(variants)
     if experts in ((128, 8), (8, 2)):
         kernels = {"_route_and_place": 2, "_route": 1, "_place": 4, "_product": 8, "_sum": 1}
         assert {name: found[name] for name in EXPERT_KERNELS} == kernels
-    assert set(prebuild_triton.collect(lambda: expert_products(model))) <= set(variants)
+    assert set(collect(lambda: expert_products(model))) <= set(variants)
 
 
 def expert_products(model: ModelSpec) -> None:
@@ -471,12 +448,10 @@ def expert_products(model: ModelSpec) -> None:
 
     mlp = model.mlp
     assert isinstance(mlp, Experts)
-    gate_up, down = (
-        weight(product, torch.bfloat16, torch.device("meta")) for product in (mlp.gate_up, mlp.down)
-    )
+    gate_up, down = (weight(product, torch.bfloat16, META) for product in (mlp.gate_up, mlp.down))
     for tokens in (1, 2, 4, 7, 9, 16, 17, 63, 64, 100, 257, 1000, 8192):
-        x = torch.empty(tokens, model.hidden_size, dtype=torch.bfloat16, device="meta")
-        logits = torch.empty(tokens, mlp.count, device="meta")
+        x = torch.empty(tokens, model.hidden_size, dtype=torch.bfloat16, device=META)
+        logits = torch.empty(tokens, mlp.count, device=META)
         routing = mlp.per_token, mlp.norm_topk
         cuda_experts.weighted_sum(x, logits, gate_up, down, *routing, x, mlp.clip)
 
@@ -488,12 +463,10 @@ def test_blocks_that_cublas_multiplies_compile_no_tiles():
     few, many = BlockTile(16, 64, 4), BlockTile(64, 128, 4)
     blocks = dict.fromkeys(("qkv", "o"), entries((16, few), (None, many)))
     blocks |= {"gate_up": entries((0, few), (None, None)), "down": entries((16, few), (None, None))}
-    numbers = msgspec.structs.replace(tuned.fallback(), blocks_fp8=blocks)
+    numbers = replace(tuned.fallback(), blocks_fp8=blocks)
     with device.use(numbers):
-        variants = prebuild_triton.collect(
-            lambda: prebuild_triton.call_operations(CONFIG, model, torch.bfloat16)
-        )
-        used = prebuild_triton.collect(lambda: fp8_products(model, "fp8_block", {}))
+        variants = ahead_of(model)
+        used = collect(lambda: fp8_products(model, "fp8_block", {}))
     assert set(used) <= set(variants)
     assert names(variants)["_block_product"] == names(used)["_block_product"] == 5
 
@@ -509,14 +482,10 @@ def test_few_tokens_in_fp8_take_the_tilings_that_are_compiled(format, quantise):
         return entries(*((tiling.tokens, tiling) for tiling in few), (64, Tiling(64, 64, 256, split, 3)))
 
     products = {role: make(1 if role == "gate_up" else 2) for role in ("qkv", "o", "gate_up", "down")}
-    h200 = tuned.load("NVIDIA H200")
-    assert h200 is not None
-    with device.use(msgspec.structs.replace(h200, linear_fp8=products)):
-        variants = prebuild_triton.collect(
-            lambda: prebuild_triton.call_operations(CONFIG, model, torch.bfloat16)
-        )
-        used = prebuild_triton.collect(lambda: fp8_products(model, format, {0: 0.5}))
-        few = prebuild_triton.collect(lambda: fp8_products(model, format, {0: 0.5}, (1, 7)))
+    with device.use(replace(measured(), linear_fp8=products)):
+        variants = ahead_of(model)
+        used = collect(lambda: fp8_products(model, format, {0: 0.5}))
+        few = collect(lambda: fp8_products(model, format, {0: 0.5}, (1, 7)))
     # Of each role: for one, for seven and for 64.
     assert names(used)["_linear"] == 12
     assert set(used) <= set(variants)
@@ -527,7 +496,7 @@ def test_few_tokens_in_fp8_take_the_tilings_that_are_compiled(format, quantise):
 def test_what_products_of_4_bits_compile():
     """The kernel that writes weights out, for each number of columns."""
     model = LLAMA.with_format("int4_awq_128")
-    variants = prebuild_triton.collect(lambda: prebuild_triton.call_operations(CONFIG, model, torch.bfloat16))
+    variants = ahead_of(model)
     assert names(variants)["_dequantise"] == 2  # 4096 and 14336
 
 
@@ -535,13 +504,8 @@ def test_products_with_adapters_fit_the_shared_memory():
     """What adapters add is behind a pipeline that takes most of it. Those with tiles of 64 tokens, which take
     the most."""
     config = replace(CONFIG, max_loras=8, max_lora_rank=64, lora_vocabulary=True)
-    numbers = tuned.load("NVIDIA H200")
-    assert numbers is not None
-    with device.use(numbers):
-        plain, adapted = (
-            prebuild_triton.collect(lambda c=c: prebuild_triton.call_operations(c, LLAMA, torch.bfloat16))
-            for c in (CONFIG, config)
-        )
+    with device.use(measured()):
+        plain, adapted = ahead_of(LLAMA), ahead_of(LLAMA, config)
         found = [variant for variant in adapted if variant not in plain]
         assert set(names(found)) == {"_linear", "_shrink", "_expand", "_distinct"}
         largest = [
@@ -564,13 +528,9 @@ def test_products_with_adapters_are_compiled_ahead(own: dict[str, Any]):
     from flashinfer_backend.ops.triton_adapters import group_adapters
     from flashinfer_backend.ops.triton_linear import linear, takes_adapters
 
-    config, numbers = replace(CONFIG, max_loras=8), tuned.load("NVIDIA H100 80GB HBM3")
-    assert numbers is not None
-    numbers = msgspec.structs.replace(numbers, linear_adapted=own)
+    config = replace(CONFIG, max_loras=8)
+    numbers = replace(measured("NVIDIA H100 80GB HBM3"), linear_adapted=own)
     tokens_of_steps = (1, 2, 5, 16, 17, 32, 33, 64)
-
-    def empty(*shape: int, of: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.empty(shape, dtype=of, device="meta")
 
     def steps() -> None:
         for product in LLAMA.layers[0].adaptable:
@@ -587,13 +547,9 @@ def test_products_with_adapters_are_compiled_ahead(own: dict[str, Any]):
                 )  # fmt: skip
 
     with device.use(numbers):
-        ahead = prebuild_triton.collect(
-            lambda: prebuild_triton.call_operations(config, LLAMA, torch.bfloat16)
-        )
-        run = prebuild_triton.collect(steps)
-        plain = prebuild_triton.collect(
-            lambda: prebuild_triton.call_operations(CONFIG, LLAMA, torch.bfloat16)
-        )
+        ahead = ahead_of(LLAMA, config)
+        run = collect(steps)
+        plain = ahead_of(LLAMA)
     assert set(run) <= set(ahead)
     deepest = [
         max(sizes(data)["STAGES"] for kernel, data in found if kernel.__name__ == "_linear")

@@ -29,7 +29,7 @@ from flashinfer_backend.tune import search as s
 from flashinfer_backend.tune.measure import ModelBench
 from flashinfer_backend.worker import prebuild_triton
 from specs import EXPERTS, bundled
-from tables import entries
+from tables import entries, measured
 
 BUNDLED = bundled()
 SMALL = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -167,8 +167,7 @@ def test_blocks_have_tiles_by_role_and_tokens():
 
 
 def test_without_time_everything_stays_as_it_was():
-    h200 = tuned.load("NVIDIA H200")
-    assert h200 is not None
+    h200 = measured()
     lines: list[str] = []
     assert run(Recorded({}), h200, seconds=-1.0, lines=lines, gated=None) == h200
     assert sum("out of time" in line for line in lines) == 4 * 3 + 2 + 3 * 3  # gate up: without 256 tokens
@@ -281,8 +280,7 @@ def test_a_shape_without_an_entry_begins_as_the_rule():
 )
 def test_every_format_has_cases(spec, tables):
     """And each candidate can be put into the numbers."""
-    base = tuned.load("NVIDIA H200")
-    assert base is not None
+    base = measured()
     found = c.of_model(spec, c.FULL, base, gated=True)
     found.append(c.of_decode_attention("e4m3", c.FULL["decode_attention"]))
     assert {case.table for case in found} == tables | {"decode_attention"}
@@ -339,8 +337,8 @@ def test_the_command_writes_a_file_that_gathers_shapes(tmp_path, capsys):
 
 def test_chosen_sizes_leave_the_gated_kernel_alone():
     """Which sizes it takes follows from many, so a few say nothing of it."""
-    h200 = tuned.load("NVIDIA H200")
-    assert h200 is not None and h200.gated_linear.fewest_tokens == 65
+    h200 = measured()
+    assert h200.gated_linear.fewest_tokens == 65
     base = replace(tuned.fallback(), gated_linear=h200.gated_linear)
     few, many = Tiling(64, 64, 128), Tiling(128, 64, 128)
     bench = Recorded({("gate_up", few): 1.0, ("down", many): 1.0}, {80: 10.0, 208: 10.0, 256: 10.0})
@@ -451,8 +449,7 @@ def test_candidates_are_compiled_together(monkeypatch, tmp_path):
             "gate_up", x, weight, norm_weight=norm, eps=eps, gated=True
         ),
     )
-    h200 = tuned.load("NVIDIA H200")
-    assert h200 is not None
+    h200 = measured()
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "head_dim": 128, "vocab_size": 4096}
     config = bundled(num_attention_heads=8, num_key_value_heads=2, num_hidden_layers=2, **sizes)
     bench = ModelBench(Transformer(config.share(Shard(0, 2)), ops, "bfloat16", "meta", max_seq_len=64))

@@ -17,7 +17,7 @@ from flashinfer_backend.core.tuned import ROLES, BlockTile, Entry, Tiling, Tuned
 from flashinfer_backend.models.spec import Experts
 from flashinfer_backend.ops import cublas, cuda_experts, device, fp8, gated_linear, tilings
 from specs import EXPERTS, bundled
-from tables import entries
+from tables import entries, measured
 
 LLAMA_8B: dict[tuned.Role, tuned.Shape] = {
     "qkv": (6144, 4096),
@@ -32,8 +32,7 @@ FILES = sorted(tuned.FOLDER.glob("*.json"))
 
 @pytest.fixture
 def h200() -> Tuned:
-    numbers = tuned.load("NVIDIA H200")
-    assert numbers is not None
+    numbers = measured()
     return numbers
 
 
@@ -54,9 +53,7 @@ def choices(tokens: int) -> list[object]:
 )
 def test_choices_for_a_device_are_the_measured_ones(name, stages, expected):
     """A digest of every choice up to 2048 tokens: what changes one should be a measurement."""
-    numbers = tuned.load(name)
-    assert numbers is not None
-    with device.use(numbers):
+    with device.use(measured(name)):
         every = [choices(tokens) for tokens in range(1, 2049)]
         assert choices(16)[0] == [16, 64, 256, 1, stages, 4, True, 32768, True, True, False]
     assert hashlib.sha256(msgspec.json.encode(every)).hexdigest()[:16] == expected
@@ -106,9 +103,7 @@ def test_choices_for_a_models_products_are_the_measured_ones(keys, ranks, h200, 
         return found
 
     for name, digest in {"NVIDIA H200": h200, "NVIDIA H100 80GB HBM3": h100}.items():
-        numbers = tuned.load(name)
-        assert numbers is not None
-        with device.use(numbers):
+        with device.use(measured(name)):
             every = [each for tokens in TOKENS for each in chosen(tokens)]
         assert hashlib.sha256(msgspec.json.encode(every)).hexdigest()[:16] == digest
 
