@@ -24,3 +24,10 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("tokenizer")
     small_tokenizers.byte_level().save(str(folder / "tokenizer.json"))
     return str(folder)
+
+
+@pytest.fixture
+def load(server: StreamingServer, tokenizer_folder: str) -> list[str]:
+    """Arguments of `client bench` for a load on the server that begins at once."""
+    at_once = "--workers 1 --warm-up 0 --ready-timeout 0"
+    return f"--url {server.url} --tokenizer {tokenizer_folder} {at_once}".split()

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import small_tokenizers
+from streaming_server import StreamingServer
 
 from answering import answering, response
 from client import bench, find_rate, grpc_wire, measured, ready, report, report_plots, results, wire
@@ -149,21 +150,20 @@ def test_every_scenario_can_be_read_and_says_what_it_serves_for():
         find_scenario("nothing")
 
 
-def test_a_scenario_of_known_lengths_tells_them_by_priority(server, tokenizer_folder, tmp_path):
+def test_a_scenario_of_known_lengths_tells_them_by_priority(server, load, tmp_path):
     text, path = (ROOT / "perf_configs/scenarios/protocols/small.toml").read_text(), tmp_path / "s.toml"
     for wrong in ("true", "-0.5"):
         path.write_text(text.replace("[load]", f"[load]\npriority_per_output_token = {wrong}"))
         with pytest.raises(ValueError, match=r"priority_per_output_token .* must be an integer"):
             read_scenario(path)
     path.write_text(text.replace("[load]", "[load]\npriority_per_output_token = -2"))
-    arguments = ["--url", server.url, "--tokenizer", tokenizer_folder, "--workers", "1"]
     parser = make_parser("")
     loads = {}
     for backend in BACKENDS:
-        args = parser.parse_args([*arguments, "--backend", backend, "--scenario", str(path)])
+        args = parser.parse_args([*load, "--backend", backend, "--scenario", str(path)])
         loads[backend] = bench.plan(args, set(), "").load
     # The ensemble's own priority has nine levels; schedule_policy=lof reads max_tokens.
-    told = {backend: load.priority_per_output_token for backend, load in loads.items()}
+    told = {backend: made.priority_per_output_token for backend, made in loads.items()}
     assert told == {"triton": 0, "triton-grpc": 0, "openai": -2, "openai-chat": -2}
     prompts = [Prompt("plain", 2, 3, (Prompt(" and more", 2, 2),)), Prompt("other", 2, 9)]
     assert not any(record.error for record in run_load(loads["openai"], prompts).records)
@@ -262,22 +262,21 @@ WRONG = [
 
 
 @pytest.mark.parametrize("arguments, message", WRONG)
-def test_wrong_arguments(server, tokenizer_folder, tmp_path, monkeypatch, capsys, arguments, message):
+def test_wrong_arguments(server, load, tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
     if RAMP in arguments:
         text = (ROOT / "perf_configs/scenarios/protocols/small.toml").read_text()
         Path(RAMP).write_text(re.sub("request_rates = .*", "ramp = { start = 1.0, end = 5.0 }", text))
     before = {*tmp_path.iterdir()}
     with pytest.raises(SystemExit) as end:
-        bench.main(["--url", server.url, "--tokenizer", tokenizer_folder, *arguments])
+        bench.main([*load, *arguments])
     assert end.value.code == 2 and message in capsys.readouterr().err
     assert server.bodies == [] and {*tmp_path.iterdir()} == before
 
 
-def test_top_p_beside_a_temperature(server, tokenizer_folder):
-    asked = ["--url", server.url, "--tokenizer", tokenizer_folder, "--num-prompts", "1", "--workers", "1"]
+def test_top_p_beside_a_temperature(server, load):
     for more in (["--temperature", "1"], ["--extra-body", '{"temperature": 1}']):
-        assert bench.main([*asked, "--warm-up", "0", "--top-p", "0.5", *more]) == 0
+        assert bench.main([*load, "--num-prompts", "1", "--top-p", "0.5", *more]) == 0
     assert [(body["top_p"], body["temperature"]) for body in server.bodies] == [(0.5, 1)] * 2
 
 
@@ -356,13 +355,11 @@ def test_the_form_of_sglangs_results():
     json.dumps(line, allow_nan=False)
 
 
-def test_runs_of_a_sweep_share_no_prompt_and_servers_get_the_same(server, tokenizer_folder, tmp_path, capsys):
-    output, load = tmp_path / "out.json", ["--num-prompts", "3", "--workers", "1", "--warm-up", "0"]
-    sweep = ["--request-rate", "50,100", "--output-len", "2", "--output", str(output)]
-    prompts = []
+def test_runs_of_a_sweep_share_no_prompt_and_servers_get_the_same(server, load, tmp_path, capsys):
+    output, prompts = tmp_path / "out.json", []
+    sweep = f"--num-prompts 3 --request-rate 50,100 --output-len 2 --output {output}".split()
     for _ in range(2):
-        arguments = ["--url", server.url, "--tokenizer", tokenizer_folder]
-        assert bench.main([*arguments, *load, *sweep]) == 0
+        assert bench.main([*load, *sweep]) == 0
         prompts.append([body["text_input"] for body in server.bodies])
         server.bodies.clear()
     assert sorted(prompts[0]) == sorted(prompts[1]) and len(set(prompts[0])) == 6
@@ -386,3 +383,40 @@ def test_a_report_of_committed_results_compares_servers_at_the_same_loads(tmp_pa
     assert [run.rate for run in shown if run.label == "vllm"] == [10, 20, 46, 60]
     with pytest.raises(ValueError, match="cannot be read"):
         measured.read(tmp_path / "missing.json")
+
+
+def test_a_search_does_not_take_a_rate_that_slots_held_back(load, capsys):
+    running = StreamingServer(chunk_seconds=0.02)
+    lengths = "--input-len 8 --output-len 10 --max-concurrency 1"
+    search = "--find-rate 40:40 --limit p99_ttft=60000 --try-seconds 0.2"
+    try:
+        status = bench.main([*load, "--url", running.url, *lengths.split(), *search.split()])
+    finally:
+        running.close()
+    printed = capsys.readouterr().out
+    assert status == 1 and "waited for one of --max-concurrency: the rate was not offered" in printed
+    assert "even 40 requests/s is too much" in printed
+
+
+def test_answers_that_end_early_need_a_count_of_their_tokens(server):
+    """Otherwise the tokens asked for would be taken for those that came."""
+    prompts = [Prompt("stopped uncounted", 4, 6), Prompt("stopped", 4, 6)]
+    result = run_load(Load("triton", server.url, workers=1, ignore_eos=False, time_limit=20), prompts)
+    uncounted, counted = result.records
+    assert uncounted.error == "the server does not say how many tokens there were: leave out --respect-eos"
+    assert (counted.error, counted.output_tokens) == (None, 3)
+    assert result.summary["output_tokens"] == 3
+
+
+def test_a_runs_seed_gives_its_arrivals_too(load, tmp_path):
+    def run(name, rate, *more):
+        words = (
+            f"--input-len 8 --output-len 3 --num-prompts 5 --output {tmp_path / name} --request-rate {rate}"
+        )
+        assert bench.main([*load, *words.split(), *more]) == 0
+        return json.loads((tmp_path / name).read_text())
+
+    second = run("sweep.json", "100,200")["runs"][1]
+    repeated = run("again.json", "200", "--seed", str(second["seed"]))
+    assert repeated["prompts_sha256"] == second["prompts_sha256"]
+    assert repeated["requests"]["scheduled"] == pytest.approx(second["requests"]["scheduled"], abs=1e-5)

@@ -273,18 +273,13 @@ def test_arrivals_are_poisson_with_the_exact_rate():
         arrival_times(3, 0.0, 0)
 
 
-def test_both_backends_are_sent_the_same_work(server, tmp_path, capsys):
-    small_tokenizers.byte_level().save(str(tmp_path / "tokenizer.json"))
+def test_both_backends_are_sent_the_same_work(server, load, tmp_path, capsys):
+    work = "--num-prompts 6 --input-len 4:9 --output-len 2:5 --request-rate 200 --retokenize --save-itl"
     outputs = []
     for backend in BACKENDS:
         outputs.append(tmp_path / f"{backend}.json")
-        status = bench.main(
-            ["--backend", backend, "--url", server.url, "--tokenizer", str(tmp_path), "--num-prompts", "6"]
-            + ["--input-len", "4:9", "--output-len", "2:5", "--request-rate", "200", "--workers", "1"]
-            + ["--ready-timeout", "0", "--warm-up", "0"]
-            + ["--retokenize", "--save-itl", "--output", str(outputs[-1])]
-        )
-        assert status == 0
+        own = ["--backend", backend, "--output", str(outputs[-1])]
+        assert bench.main([*load, *work.split(), *own]) == 0
     triton, openai = (json.loads(path.read_text()) for path in outputs)
     assert triton["prompts_sha256"] == openai["prompts_sha256"]
     for name in ("prompt_tokens", "output_tokens", "scheduled"):
@@ -297,10 +292,8 @@ def test_both_backends_are_sent_the_same_work(server, tmp_path, capsys):
     assert f"the received text is {triton['summary']['retokenized_output_tokens']} tokens" in printed
 
 
-def test_failed_requests_set_the_exit_status(tmp_path):
-    small_tokenizers.byte_level().save(str(tmp_path / "tokenizer.json"))
-    arguments = ["--url", "http://127.0.0.1:9", "--tokenizer", str(tmp_path), "--num-prompts", "1"]
-    assert bench.main([*arguments, "--ready-timeout", "0", "--warm-up", "0"]) == 1
+def test_failed_requests_set_the_exit_status(load):
+    assert bench.main([*load, "--url", "http://127.0.0.1:9", "--num-prompts", "1"]) == 1
 
 
 def test_generate_prints_the_stream_and_reports_errors(server, capsys):

@@ -16,6 +16,7 @@ from client import bench, generate, wire
 from client.datasets import Prompt
 from client.load import Load, run_load
 from client.metrics import RequestRecord, request_columns
+from flashinfer_backend.transport.rundir import process_alive
 from waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -96,27 +97,11 @@ def test_an_empty_last_chunk_does_not_count_for_tpot(server):
     assert record.ttft + 2 * record.tpot == pytest.approx(record.last_token) and len(record.itl) == 3
 
 
-def load_arguments(server, tokenizer_folder, *more):
-    return [
-        "--url",
-        server.url,
-        "--tokenizer",
-        tokenizer_folder,
-        "--num-prompts",
-        "1",
-        "--workers",
-        "1",
-        *("--ready-timeout", "0"),
-        *("--warm-up", "0"),
-        *more,
-    ]
-
-
 @pytest.mark.parametrize("backend", ["triton", "openai"])
 def test_the_server_names_the_tokenizer(server, tokenizer_folder, capsys, tmp_path, backend):
     server.models = ["m"]
-    arguments = ["--backend", backend, "--url", server.url, "--num-prompts", "1", "--workers", "1"]
-    arguments += ["--ready-timeout", "0", "--warm-up", "0", "--output", str(tmp_path / "out.json")]
+    at_once = "--num-prompts 1 --workers 1 --ready-timeout 0 --warm-up 0"
+    arguments = f"--backend {backend} --url {server.url} {at_once} --output {tmp_path}/out.json".split()
     with pytest.raises(SystemExit) as end:
         bench.main(arguments)
     told = capsys.readouterr().err
@@ -130,10 +115,10 @@ def test_the_server_names_the_tokenizer(server, tokenizer_folder, capsys, tmp_pa
     assert json.loads((tmp_path / "out.json").read_text())["arguments"]["tokenizer"] == str(tokenizer_folder)
 
 
-def test_tokens_are_checked_unless_told_otherwise(server, tokenizer_folder, tmp_path):
+def test_tokens_are_checked_unless_told_otherwise(server, load, tmp_path):
     output = tmp_path / "out.json"
-    assert bench.main(load_arguments(server, tokenizer_folder, "--output", str(output))) == 0
-    assert bench.main(load_arguments(server, tokenizer_folder, "--no-check-tokens")) == 0
+    for more in (["--output", str(output)], ["--no-check-tokens"]):
+        assert bench.main([*load, "--num-prompts", "1", *more]) == 0
     assert ["return_num_output_tokens" in body for body in server.bodies] == [True, False]
     text = output.read_text()
     assert json.loads(text)["arguments"]["request_rate"] is None
@@ -141,7 +126,7 @@ def test_tokens_are_checked_unless_told_otherwise(server, tokenizer_folder, tmp_
     assert not Load("triton", server.url).check_tokens  # what perf_configs measures with
 
 
-def test_files_that_are_not_what_they_should_be(server, tokenizer_folder, tmp_path, capsys):
+def test_files_that_are_not_what_they_should_be(load, tmp_path, capsys):
     bad = tmp_path / "tokenizer.json"
     for arguments, content, message in (
         (["--dataset", f"sharegpt:{bad}"], "{", "is not a ShareGPT JSON file"),
@@ -150,7 +135,7 @@ def test_files_that_are_not_what_they_should_be(server, tokenizer_folder, tmp_pa
     ):
         bad.write_text(content)
         with pytest.raises(SystemExit) as end:
-            bench.main(load_arguments(server, tokenizer_folder, *arguments))
+            bench.main([*load, *arguments])
         assert end.value.code == 2 and message in capsys.readouterr().err
 
 
@@ -200,29 +185,23 @@ def test_generate_ends_quietly_when_its_reader_goes():
 def test_workers_end_with_a_load_generator_that_is_terminated(tokenizer_folder):
     server = StreamingServer(chunk_seconds=60.0)
     workers = []
-    arguments = ["--url", server.url, "--tokenizer", tokenizer_folder, "--num-prompts", "2", "--workers", "2"]
-    at_once = ["--ready-timeout", "0", "--warm-up", "0"]
-    process = python("-m", "client", "bench", *arguments, *at_once, stdout=subprocess.DEVNULL)
+    load = f"--url {server.url} --tokenizer {tokenizer_folder} --num-prompts 2 --workers 2"
+    at_once = "--ready-timeout 0 --warm-up 0"
+    process = python(*f"-m client bench {load} {at_once}".split(), stdout=subprocess.DEVNULL)
     try:
         wait_for(lambda: server.in_flight == 2)
         workers = [p for p in psutil.Process(process.pid).children() if "spawn_main" in " ".join(p.cmdline())]
         assert len(workers) == 2
         process.terminate()
         assert process.wait(120) == -signal.SIGTERM
-        wait_for(lambda: not any(alive(worker) for worker in workers))
+        wait_for(lambda: not any(process_alive(worker.pid) for worker in workers))
     finally:
         process.kill()
         process.wait(120)
-        for worker in filter(alive, workers):
-            worker.kill()
+        for worker in workers:
+            if process_alive(worker.pid):
+                worker.kill()
         server.close()
-
-
-def alive(process):
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])

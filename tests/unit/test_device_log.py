@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pynvml
 import pytest
-import small_tokenizers
 from safetensors import safe_open
-from streaming_server import StreamingServer
 
 from checkpoints import make_checkpoint
 from client import bench, device_log, measured, report
@@ -51,7 +49,7 @@ def test_readings_become_a_spread_and_an_error_ends_the_log_alone():
     ]
 
 
-def test_a_run_is_logged_from_its_first_request_to_its_last(tmp_path: Path, monkeypatch):
+def test_a_run_is_logged_from_its_first_request_to_its_last(load, tmp_path: Path, monkeypatch):
     spans: list[tuple[float, float]] = []
 
     class Seen(DeviceLog):
@@ -60,15 +58,9 @@ def test_a_run_is_logged_from_its_first_request_to_its_last(tmp_path: Path, monk
             return super().result(began, ended)
 
     monkeypatch.setattr(bench, "DeviceLog", Seen)
-    small_tokenizers.byte_level().save(str(tmp_path / "tokenizer.json"))
-    path = tmp_path / "r.json"
-    server = StreamingServer()
-    before = time.monotonic()
-    try:
-        place = ["--url", server.url, "--tokenizer", str(tmp_path), "--workers", "1", "--output", str(path)]
-        assert bench.main([*place, "--input-len", "4", "--output-len", "3", "--num-prompts", "2"]) == 0
-    finally:
-        server.close()
+    path, before = tmp_path / "r.json", time.monotonic()
+    words = f"--input-len 4 --output-len 3 --num-prompts 2 --output {path}"
+    assert bench.main([*load, *words.split()]) == 0
     ((began, ended),) = spans
     assert before < began < ended < time.monotonic()
     assert ended - began == pytest.approx(json.loads(path.read_text())["summary"]["duration_s"], abs=1e-4)

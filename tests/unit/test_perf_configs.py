@@ -14,6 +14,7 @@ import small_tokenizers
 from checkpoints import make_checkpoint
 from client.configurations import base_label
 from client.scenarios import Point, Requirement, read_scenarios
+from flashinfer_backend.transport.rundir import process_alive
 from perf_configs import provenance, results, run, servers
 from perf_configs.servers import ServerSpec, StartError, choose_servers, read_servers, serve
 from ports import free_ports
@@ -351,7 +352,7 @@ def test_a_server_is_started_and_ended_with_its_children(tmp_path):
             pass
     assert (tmp_path / "prepared").read_text() == "x\n" and not kept.exists()
     child = int((tmp_path / "child").read_text())
-    wait_for(lambda: not _alive(child))
+    wait_for(lambda: not process_alive(child))
 
 
 def test_a_killed_benchmark_leaves_no_server(tmp_path):
@@ -367,15 +368,7 @@ def test_a_killed_benchmark_leaves_no_server(tmp_path):
         assert process.stdout.readline() == b"up\n"
         process.kill()
     pid = int((tmp_path / "pid").read_text())
-    wait_for(lambda: not _alive(pid))
-
-
-def _alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().split(") ")[1][0] != "Z"
-    except FileNotFoundError:
-        return False
+    wait_for(lambda: not process_alive(pid))
 
 
 @pytest.mark.parametrize(
