@@ -35,13 +35,13 @@ WALK = "engine/test_scheduler_walk.py::"
 TESTS = {
     "scheduler": (
         "unit/test_scheduler.py unit/test_request_queue.py unit/test_cache_groups.py "
-        f"{WALK}TestEvents {WALK}test_a_broken_manager_is_found {WALK}test_ten_thousand_random_steps"
+        f"{WALK}test_a_broken_manager_is_found {WALK}test_ten_thousand_random_steps"
     ),
     "scheduler/draft_pace": "unit/test_draft_pace.py",
     "scheduler/scheduler": (
         "unit/test_scheduler.py unit/test_request_queue.py unit/test_cache_groups.py "
         "engine/test_logits_room.py engine/test_waiting.py "
-        f"{WALK}TestEvents {WALK}test_ten_thousand_random_steps"
+        f"{WALK}test_ten_thousand_random_steps"
     ),
     "sampling": (
         "unit/test_sampling.py unit/test_sampling_params.py engine/test_logits_room.py "

@@ -15,9 +15,6 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from hypothesis import HealthCheck, assume, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from model_walk import KINDS, walk_model
 from scheduler_walk import STUBS, Settings, World, walk
 
@@ -30,7 +27,7 @@ from flashinfer_backend.scheduler.invariants import BrokenInvariantError
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
 from flashinfer_backend.scheduler.scheduler import Scheduler
 from flashinfer_backend.transport import protocol
-from thinned import examples, some
+from thinned import some
 
 
 @pytest.fixture(autouse=True)
@@ -129,91 +126,6 @@ def test_a_broken_manager_is_found(mutated: str, found: str, monkeypatch: pytest
     monkeypatch.setattr(*broken[mutated])
     with pytest.raises(AssertionError, match=found):
         walk(40_000, seed=1)
-
-
-prompts = st.lists(st.integers(0, 2), min_size=1, max_size=11)
-
-
-class Events(RuleBasedStateMachine):
-    """The same with events chosen by hypothesis, which shrinks what fails to a few of them."""
-
-    @initialize(
-        slots=st.integers(1, 3),
-        more_blocks=st.integers(0, 6),
-        reuse=st.booleans(),
-        reserves=st.booleans(),
-        longest_first=st.booleans(),
-        busy=st.integers(0, 4),
-        drafts=st.integers(0, 3),
-        seed=st.integers(0, 3),
-    )
-    def begin(self, slots: int, more_blocks: int, busy: int, drafts: int, seed: int, **choices: bool) -> None:
-        self.world = World(
-            Settings(
-                slots=slots,
-                block=2,
-                blocks=6 + more_blocks,
-                longest=12,
-                step_tokens=slots + busy + 2,
-                busy_step_tokens=slots + busy,
-                drafts=drafts,
-                **choices,
-            ),
-            seed,
-        )
-
-    @rule(
-        stub=st.sampled_from(STUBS),
-        prompt=prompts,
-        max_tokens=st.integers(1, 8),
-        sequences=st.integers(1, 3),
-        stateful=st.booleans(),
-        priority=st.sampled_from([0, 0, -1, 1]),
-        timed=st.booleans(),
-    )
-    def submit(
-        self, stub: int, prompt: list[int], max_tokens: int, sequences: int, stateful: bool, **place: Any
-    ) -> None:
-        params = SamplingParams(max_tokens=max_tokens, frequency_penalty=0.5 * stateful)
-        self.world.submit(stub, prompt, params, sequences, **place)
-
-    @rule()
-    def hours_pass(self) -> None:
-        self.world.hours_pass()
-
-    @precondition(lambda self: self.world.asked)
-    @rule(which=st.integers(0, 20))
-    def cancel(self, which: int) -> None:
-        handles = list(self.world.asked)
-        assume(which < len(handles))
-        self.world.cancel(handles[which])
-
-    @rule(stub=st.sampled_from(STUBS))
-    def leave(self, stub: int) -> None:
-        self.world.leave(stub)
-
-    @rule(how=st.sampled_from(["before", "amid", "row"]))
-    def fail(self, how: str) -> None:
-        self.world.failing = how
-
-    @rule(turns=st.integers(1, 4))
-    def step(self, turns: int) -> None:
-        for _ in range(turns):
-            self.world.step()
-
-    def teardown(self) -> None:
-        if hasattr(self, "world"):
-            self.world.drain()
-
-
-TestEvents = Events.TestCase
-TestEvents.settings = settings(
-    max_examples=examples(240),
-    stateful_step_count=30,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
-)
 
 
 @pytest.mark.parametrize("kind", some(KINDS, ["qwen3.5", "gemma3"]))

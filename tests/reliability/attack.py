@@ -32,7 +32,7 @@ import psutil
 
 sys.path[:0] = [str(Path(__file__).parents[n]) for n in (1, 2)] + [str(Path(__file__).parents[1] / "server")]
 
-from running import BothDoors, both_running, build_repository, wait_for  # noqa: E402
+from running import BothDoors, both_running, build_repository, request_bytes, wait_for  # noqa: E402
 from watching import KEEPERS, MIB, PARTS, SILENT_S, attempt, cpu_seconds, ports, usage  # noqa: E402
 
 from client.arguments import integer, positive  # noqa: E402
@@ -114,13 +114,6 @@ def text_of(door: str, answer: str) -> str:
     if door == "triton":
         return "".join(json.loads(line)["text_output"] for line in lines)
     return "".join(choice["text"] for line in lines for choice in json.loads(line)["choices"])
-
-
-def request_bytes(path: str, body: dict[str, Any]) -> bytes:
-    """A request over HTTP as it is sent."""
-    data = json.dumps(body)
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    return f"{head}Content-Length: {len(data)}\r\n\r\n{data}".encode()
 
 
 def open_loads(server: BothDoors) -> dict[str, list[int]]:

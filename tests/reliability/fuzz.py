@@ -38,7 +38,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 sys.path[:0] = [str(Path(__file__).parents[n]) for n in (1, 2)] + [str(Path(__file__).parents[1] / "server")]
 
-from openai_server import OpenAiServer, events, model_with_template, openai_running  # noqa: E402
+from openai_server import OpenAiServer, events, model_with_template, openai_running, said  # noqa: E402
 from running import Server, build_repository, running  # noqa: E402
 
 from client.arguments import integer, positive  # noqa: E402
@@ -87,44 +87,13 @@ WORDS = [
 ]  # fmt: skip
 SPECIAL_STOPS = ["<|begin_of_text|>", "<|end_of_text|>", "a<|end_of_text|>", "<tool_call>", " the"]
 INTEGERS = [
-    0,
-    1,
-    1,
-    2,
-    3,
-    5,
-    -1,
-    -2,
-    100,
-    255,
-    256,
-    2047,
-    2048,
-    65536,
-    -(2**31),
-    2**31 - 1,
-    2**31,
-    2**63 - 1,
-    2**64,
-]
+    0, 1, 1, 2, 3, 5, -1, -2, 100, 255, 256, 2047, 2048, 65536,
+    -(2**31), 2**31 - 1, 2**31, 2**63 - 1, 2**64,
+]  # fmt: skip
 FLOATS = [
-    0.0,
-    -0.0,
-    0.5,
-    0.9,
-    1.0,
-    1.0,
-    2.0,
-    -1.0,
-    1e-45,
-    1e-6,
-    3e38,
-    1e39,
-    math.nan,
-    math.inf,
-    -math.inf,
-    1e308,
-]
+    0.0, -0.0, 0.5, 0.9, 1.0, 1.0, 2.0, -1.0,
+    1e-45, 1e-6, 3e38, 1e39, 1e308, math.nan, math.inf, -math.inf,
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -505,36 +474,14 @@ def qwen_calls(draw: Draw, calls: Calls) -> str:
 WRITERS = {"hermes": hermes_calls, "qwen3_coder": qwen_calls}
 
 
-@dataclass
-class Said:
-    """What an answer says: text, and calls with their arguments in JSON."""
-
-    text: str
-    calls: list[tuple[str, str]]
-
-    def wrong(self, calls: Calls, text: str) -> str:
-        """What is wrong where it should be these calls behind this text."""
-        try:
-            found = [(name, json.loads(arguments)) for name, arguments in self.calls]
-        except ValueError:
-            return f"arguments that are no JSON: {self.calls}"
-        if (found, self.text) != (calls, text):
-            return f"{self} should be {calls} behind {text!r}"
-        return ""
-
-
-def streamed(chunks: list[Any]) -> Said:
-    """What a chat's stream says."""
-    said = Said("", [])
-    for delta in (choice["delta"] for chunk in chunks for choice in chunk["choices"]):
-        said.text += delta.get("content") or ""
-        for call in delta.get("tool_calls") or []:
-            at, function = call["index"], call["function"]
-            if at == len(said.calls):
-                said.calls.append((function["name"], ""))
-            name, arguments = said.calls[at]
-            said.calls[at] = (name, arguments + (function.get("arguments") or ""))
-    return said
+def wrong_calls(text: str, found: list[tuple[str, str]], calls: Calls, before: str) -> str:
+    """What is wrong where an answer should be these calls behind the text `before`. found: names of its
+    calls and their arguments in JSON."""
+    try:
+        read = [(name, json.loads(arguments)) for name, arguments in found]
+    except ValueError:
+        return f"arguments that are no JSON: {found}"
+    return "" if (read, text) == (calls, before) else f"{text!r} {read} should be {calls} behind {before!r}"
 
 
 class OpenAiFuzz:
@@ -622,15 +569,8 @@ class OpenAiFuzz:
         if status != 200:
             return Verdict("calls", f"{status} {answer} for {text!r}")
         _, _, stream = self.server.call("/v1/chat/completions", body | {"stream": True})
-        message = answer["choices"][0]["message"]
-        whole = Said(
-            message["content"] or "",
-            [
-                (call["function"]["name"], call["function"]["arguments"])
-                for call in message["tool_calls"] or []
-            ],
-        )
-        wrong = whole.wrong(calls, before) or streamed(events(stream)).wrong(calls, before)
+        wrongs = (wrong_calls(*said(each)[1:3], calls, before) for each in ([answer], events(stream)))
+        wrong = next(filter(None, wrongs), "")
         return Verdict("calls: whole", wrong and f"{wrong}, for {text!r}")
 
     def _read_calls(self, draw: Draw, calls: Calls, text: str, before: str) -> Verdict:
@@ -639,15 +579,15 @@ class OpenAiFuzz:
             reader = make_reader(self._tool_format, "think", schemas, inside=False)
             cuts = [0, *sorted(draw.rng.choices(range(len(text)), k=draw.rng.randrange(9))), len(text)]
             found = [event for a, b in itertools.pairwise(cuts) for event in reader.feed(text[a:b])]
-            said = Said("", [])
+            content, read = "", []
             for kind, words, _ in merged(found + reader.finish()):
                 if kind == CALL:
-                    said.calls.append((words, ""))
+                    read.append((words, ""))
                 elif kind == ARGUMENTS:
-                    said.calls[-1] = (said.calls[-1][0], words)
+                    read[-1] = (read[-1][0], words)
                 else:
-                    said.text += words
-            if wrong := said.wrong(calls, before):
+                    content += words
+            if wrong := wrong_calls(content, read, calls, before):
                 return Verdict("calls in reasoning", f"{wrong}, for {text!r} cut at {cuts}")
         return Verdict("calls in reasoning: whole")
 

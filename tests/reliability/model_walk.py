@@ -10,13 +10,10 @@ are wrong, or those of the knob `speculative_method`: ngram, and mtp where a che
 
 from __future__ import annotations
 
-import argparse
 import functools
-import logging
 import random
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -30,7 +27,7 @@ import numpy as np
 
 sys.path[:0] = [str(Path(__file__).parents[n]) for n in (1, 2)]
 
-from scheduler_walk import (  # noqa: E402
+from scheduler_walk import (  # noqa: E402  # noqa: E402
     ADAPTERS,
     SNAPSHOT_TOKENS,
     AdapterState,
@@ -38,11 +35,11 @@ from scheduler_walk import (  # noqa: E402
     Settings,
     World,
     expected,
+    run,
     walk,
 )
 
 from checkpoints import make_checkpoint  # noqa: E402
-from client.arguments import integer  # noqa: E402
 from engine.harness import start_core  # noqa: E402
 from engine.test_adapters import make_adapter  # noqa: E402
 from engine.test_drafts import Replay  # noqa: E402
@@ -68,14 +65,8 @@ class Alone:
     """What a model answers to one request at a time."""
 
     def __init__(self, folder: Path) -> None:
-        core = start_core(
-            folder,
-            max_num_seqs=1,
-            max_seq_len=2 * LONGEST,
-            enable_kv_cache_reuse=False,
-            max_num_tokens=256,
-            max_loras=1,
-        )
+        alone = {"max_num_seqs": 1, "enable_kv_cache_reuse": False, "max_loras": 1}
+        core = start_core(folder, max_seq_len=2 * LONGEST, max_num_tokens=256, **alone)
         self.socket = _Tokens()
         self._loop = EngineLoop(core, self.socket)
         self._last = 0  # id
@@ -87,15 +78,8 @@ class Alone:
         key = *prompt, params.frequency_penalty, params.adapter, params.end_id, params.min_tokens
         known = self._known.get(key, [])
         if len(known) < count and known[-1:] != [params.end_id]:
-            penalty = params.frequency_penalty
-            own = SamplingParams(
-                max_tokens=count,
-                temperature=0.0,
-                end_id=params.end_id,
-                min_tokens=params.min_tokens,
-                frequency_penalty=penalty,
-                adapter=params.adapter,
-            )
+            nothing = {"stop_sequences": [], "context_logits": False, "generation_logits": False}
+            own = msgspec.structs.replace(params, max_tokens=count, temperature=0.0, **nothing)
             data = np.array(prompt, "<i4").tobytes()
             self._last += 1
             handle = protocol.make_handle(STUB, self._last)
@@ -160,11 +144,8 @@ class ModelWorld(World):
         settings, choose = self.settings, self.load_rng.choice
         config = settings.config()
         own = {name: getattr(config, name) for name in config.__struct_fields__}
-        own |= {
-            "device": "cpu",
-            "max_tokens_in_paged_kv_cache": settings.blocks * settings.block,
-            "kv_cache_free_gpu_mem_fraction": 0.02,
-        }
+        own |= {"device": "cpu", "kv_cache_free_gpu_mem_fraction": 0.02}
+        own["max_tokens_in_paged_kv_cache"] = settings.blocks * settings.block
         del own["model_dir"]
         make: Any = None
         methods = ["", "", "ngram", *["mtp"] * self.has_head]
@@ -274,23 +255,10 @@ def walk_model(
         return walk(steps, seed, episodes, length, make)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(allow_abbrev=False, description="Random walks over a real engine.")
-    parser.add_argument("--kinds", nargs="+", default=KINDS)
-    parser.add_argument("--steps", type=integer(1), default=20_000, help="of each kind")
-    parser.add_argument("--seed", type=integer(0), default=1, help="of the first episode")
-    parser.add_argument("--episodes", type=integer(1), help="so many, instead of steps")
-    parser.add_argument("--length", type=integer(1), default=120)
-    options = parser.parse_args()
-    logging.disable(logging.CRITICAL)
-    for kind in options.kinds:
-        began = time.monotonic()
-        counts = walk_model(kind, options.steps, options.seed, options.length, options.episodes)
-        print(f"{kind}, seed {options.seed}, {time.monotonic() - began:.0f} s")
-        for name, count in sorted(counts.items()):
-            print(f"{count:>9} {name}")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    run(
+        lambda kind, own: walk_model(kind, own.steps, own.seed, own.length, own.episodes),
+        steps=20_000,
+        length=120,
+        kinds=KINDS,
+    )

@@ -9,9 +9,7 @@ So whatever a row reads can be compared with what it should read, and each answe
 Adapters are numbers where these begin: which one a place of the device has is compared with the request's.
 
 A walk is a row of short episodes, each with settings, load and failures of its own seed. A failure names the
-seed, and `--seed S --episodes 1` repeats it. tests/engine/test_scheduler_walk.py has short walks, and the
-same events under hypothesis, which shrinks a failure to the few events that it needs. hypothesis keeps every
-choice of an example and takes a millisecond for each, so the long walks are drawn here.
+seed, and `--seed S --episodes 1` repeats it. tests/engine/test_scheduler_walk.py has short walks.
 """
 
 from __future__ import annotations
@@ -19,10 +17,9 @@ from __future__ import annotations
 import argparse
 import logging
 import random
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -745,25 +742,29 @@ def walk(
     return counts
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description="Random walks over the scheduler, every step checked."
-    )
-    parser.add_argument("--steps", type=integer(1), default=1_000_000)
+def run(
+    walk_one: Callable[[str, argparse.Namespace], Counter[str]],
+    steps: int,
+    length: int,
+    kinds: Sequence[str] = (),
+) -> None:
+    """A walk, or one of each kind, as the command line asks for it, and what happened in each. steps, length:
+    unless it says others."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, description="Random walks, every step checked.")
+    if kinds:
+        parser.add_argument("--kinds", nargs="+", default=kinds)
+    parser.add_argument("--steps", type=integer(1), default=steps, help="of each walk")
     parser.add_argument("--seed", type=integer(0), default=1, help="of the first episode")
     parser.add_argument("--episodes", type=integer(1), help="so many, instead of steps")
-    parser.add_argument(
-        "--length", type=integer(1), default=400, help="steps of an episode until it only drains"
-    )
+    parser.add_argument("--length", type=integer(1), default=length, help="steps until it only drains")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)  # the loop logs each failed step
-    began = time.monotonic()
-    counts = walk(options.steps, options.seed, options.episodes, options.length)
-    print(f"seed {options.seed}, {time.monotonic() - began:.0f} s")
-    for name, count in sorted(counts.items()):
-        print(f"{count:>9} {name}")
-    return 0
+    for kind in options.kinds if kinds else ["scheduler"]:
+        began = time.monotonic()
+        counts = walk_one(kind, options)
+        print(f"{kind}, seed {options.seed}, {time.monotonic() - began:.0f} s")
+        print(*(f"{count:>9} {name}" for name, count in sorted(counts.items())), sep="\n")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(lambda _, own: walk(own.steps, own.seed, own.episodes, own.length), steps=1_000_000, length=400)

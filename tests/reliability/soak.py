@@ -30,8 +30,9 @@ import tritonclient.grpc as grpcclient
 
 sys.path[:0] = [str(Path(__file__).parents[n]) for n in (1, 2)] + [str(Path(__file__).parents[1] / "server")]
 
+from asking import inputs  # noqa: E402
 from reference import Answer, Case, cases  # noqa: E402
-from running import BothDoors, both_running, build_repository, wait_for  # noqa: E402
+from running import BothDoors, both_running, build_repository, request_bytes, wait_for  # noqa: E402
 from watching import MIB, SILENT_S, Usage, attempt, ports, usage  # noqa: E402
 
 from client.arguments import integer, positive  # noqa: E402
@@ -153,18 +154,12 @@ class Client:
         return gathered(parts, case.sequences)
 
     def grpc_stream(self, case: Case) -> list[Answer]:
-        inputs = []
+        values = {}
         for name, value in triton_body(case, stream=True).items():
-            if name in TRITON:
-                data = np.array([[value]], TRITON[name])
-            else:
-                words = value if isinstance(value, list) else [value]
-                data = np.array([[word.encode() for word in words]], np.object_)
-            kind = grpcclient.InferInput(
-                name, list(data.shape), "BYTES" if data.dtype == object else _kind(data.dtype)
-            )
-            inputs.append(kind.set_data_from_numpy(data))
-        self._grpc.async_stream_infer("ensemble", inputs, enable_empty_final_response=True)
+            words = value if isinstance(value, list) else [value]
+            texts = np.array([[str(word).encode() for word in words]], np.object_)
+            values[name] = np.array([[value]], TRITON[name]) if name in TRITON else texts
+        self._grpc.async_stream_infer("ensemble", inputs(values), enable_empty_final_response=True)
         parts: list[tuple[int, str, str | None]] = []
         while True:
             try:
@@ -210,15 +205,10 @@ class Client:
     def leave(self) -> None:
         """A client of the OpenAI API that goes in the midst of its stream. Of the ensemble's streams none
         does: that costs tritonserver some memory, as docs/reliability.md says, and would hide all else."""
-        body = json.dumps({"prompt": "Once upon a time", "max_tokens": 500, "stream": True})
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        body = {"prompt": "Once upon a time", "max_tokens": 500, "stream": True}
         with socket.create_connection(("127.0.0.1", self._ports["openai"]), timeout=SILENT_S) as sock:
-            sock.sendall((head + body).encode())
+            sock.sendall(request_bytes("/v1/completions", body))
             sock.recv(1)
-
-
-def _kind(dtype: np.dtype) -> str:
-    return {"bool": "BOOL", "float32": "FP32"}.get(dtype.name, dtype.name.upper())
 
 
 @dataclass

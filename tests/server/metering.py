@@ -5,14 +5,11 @@ fill."""
 from __future__ import annotations
 
 import contextlib
-import json
 import re
-import socket
-import urllib.request
 from collections.abc import Callable, Iterator
 
 from asking import PROMPT
-from running import ROOT, Server, wait_for
+from running import ROOT, Server, fetch, wait_for
 
 ENDLESS = {"end_id": 1048576}
 BLOCKS = 40
@@ -27,9 +24,7 @@ def metrics_port_open(server: Server) -> bool:
 
 
 def scrape(server: Server) -> str:
-    url = f"http://127.0.0.1:{server.metrics_port}/metrics"
-    with urllib.request.urlopen(url, timeout=120) as answer:
-        return str(answer.read().decode())
+    return fetch(f"http://127.0.0.1:{server.metrics_port}/metrics")[2]
 
 
 class Shown:
@@ -93,11 +88,7 @@ def idle(server: Server) -> Shown:
 def leaving(server: Server, max_tokens: int) -> Iterator[None]:
     """A client of the ensemble that reads its stream's beginning and leaves at the end of the block."""
     body = {"text_input": PROMPT, "max_tokens": max_tokens, "stream": True, **ENDLESS}
-    data = json.dumps(body).encode()
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as client:
-        head = f"POST /v2/models/ensemble/generate_stream HTTP/1.1\r\nHost: {host}\r\n"
-        client.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    with server.sent("ensemble/generate_stream", body) as client:
         assert b"text_output" in client.recv(65536) + client.recv(65536)
         yield
 

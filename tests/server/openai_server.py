@@ -9,16 +9,14 @@ import json
 import re
 import shutil
 import sys
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from email.message import Message
 from pathlib import Path
 from typing import Any
 
 import psutil
-from running import TIMEOUT_S, Launched, while_ready
+from running import TIMEOUT_S, Launched, fetch, while_ready
 
 from flashinfer_backend.core.paths import resolve_model_dir
 from ports import free_ports
@@ -85,12 +83,7 @@ class OpenAiServer(Launched):
         """Status, headers and JSON (or text) of an answer; a POST if there is a body."""
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        request = urllib.request.Request(self.url + path, data, headers)
-        try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-                status, found, text = answer.status, answer.headers, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            status, found, text = error.code, error.headers, error.read().decode()
+        status, found, text = fetch(self.url + path, data, headers)
         with contextlib.suppress(ValueError):
             return status, found, json.loads(text)
         return status, found, text
@@ -153,6 +146,24 @@ def openai_running(
 ) -> AbstractContextManager[OpenAiServer]:
     """A server that is ready."""
     return while_ready(OpenAiServer(model, folder, *arguments, **environment))
+
+
+def said(parts: Iterable[dict[str, Any]]) -> tuple[str, str, list[tuple[str, str]], str]:
+    """Reasoning, content, calls and why it ended, of a chat's answer. parts: its chunks, or the whole one."""
+    reasoning, content, finish = "", "", ""
+    calls: dict[int, list[str]] = {}  # id, name, arguments
+    for choice in (choice for part in parts for choice in part["choices"]):
+        message = choice.get("delta") or choice.get("message") or {}
+        reasoning += message.get("reasoning_content") or ""
+        content += message.get("content") or ""
+        for place, call in enumerate(message.get("tool_calls") or []):
+            function = call["function"]
+            known = calls.setdefault(call.get("index", place), [call.get("id"), function.get("name"), ""])
+            known[2] += function.get("arguments") or ""
+        finish = choice["finish_reason"] or finish
+    ids = [call_id for call_id, _, _ in calls.values()]
+    assert all(ids) and len({*ids}) == len(ids), ids
+    return reasoning, content, [(name, arguments) for _, name, arguments in calls.values()], finish
 
 
 def events(text: str) -> list[Any]:

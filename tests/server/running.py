@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,7 +17,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from email.message import Message
 from pathlib import Path
@@ -58,6 +59,35 @@ def build_repository(
 def files_below(folder: Path) -> list[str]:
     """Paths of all files and folders in it, while others may remove some."""
     return [str(Path(at) / name) for at, folders, files in os.walk(folder) for name in (*folders, *files)]
+
+
+def fetch(
+    url: str,
+    body: bytes | Iterable[bytes] | None = None,
+    headers: Mapping[str, str] | None = None,
+    **options: Any,
+) -> tuple[int, Message, str]:
+    """Status, headers and text of an answer; a POST if there is a body. options: of urlopen."""
+    request = urllib.request.Request(url, body, dict(headers or {}))
+    try:
+        with urllib.request.urlopen(request, **{"timeout": TIMEOUT_S, **options}) as answer:
+            return answer.status, answer.headers, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers, error.read().decode()
+
+
+def answers_well(url: str, **options: Any) -> bool:
+    """Whether somebody answers there, and with status 200."""
+    with contextlib.suppress(OSError):
+        return fetch(url, **options)[0] == 200
+    return False
+
+
+def request_bytes(path: str, body: Any) -> bytes:
+    """A POST as it is sent."""
+    data = json.dumps(body)
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(data)}\r\n\r\n{data}".encode()
 
 
 class Launched:
@@ -156,12 +186,7 @@ class Server(Launched):
 
     def ready(self, path: str = "health") -> bool:
         """Readiness of the server, or of a model with path "models/NAME"."""
-        with (
-            contextlib.suppress(OSError),
-            urllib.request.urlopen(f"{self.url}/v2/{path}/ready", timeout=20) as a,
-        ):
-            return bool(a.status == 200)
-        return False
+        return answers_well(f"{self.url}/v2/{path}/ready", timeout=20)
 
     def connection(self) -> http.client.HTTPConnection:
         """To the HTTP port."""
@@ -169,12 +194,14 @@ class Server(Launched):
 
     def raw(self, body: bytes, model: str = "ensemble", verb: str = "generate") -> tuple[int, Message, str]:
         """Status, headers and text of the answer to a POST."""
-        request = urllib.request.Request(f"{self.url}/v2/models/{model}/{verb}", body)
-        try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-                return answer.status, answer.headers, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, error.headers, error.read().decode()
+        return fetch(f"{self.url}/v2/models/{model}/{verb}", body)
+
+    def sent(self, path: str, body: dict[str, Any]) -> socket.socket:
+        """A connection on which a POST to a model has been sent."""
+        host, port = self.url.removeprefix("http://").split(":")
+        client = socket.create_connection((host, int(port)), timeout=TIMEOUT_S)
+        client.sendall(request_bytes(f"/v2/models/{path}", body))
+        return client
 
     def post(self, body: dict[str, Any], model: str = "ensemble", stream: bool = False) -> Any:
         """Status and JSON of generate, or the list of JSON events of generate_stream."""
@@ -266,18 +293,13 @@ class BothDoors(Server):
         (found,) = self.runs.glob("flashinfer-backend-*/*-llm")  # beside it are the metrics of the API
         return found
 
-    def openai(self, path: str, body: Any = None) -> tuple[int, Any]:
-        """Status and body of an answer of the OpenAI API; status 0 where there is none."""
+    def openai(self, path: str, body: Any = None) -> tuple[int, str]:
+        """Status and text of an answer of the OpenAI API; status 0 where there is none."""
         data = None if body is None else json.dumps(body).encode()
         url = f"http://127.0.0.1:{self.openai_port}{path}"
-        try:
-            request = urllib.request.Request(url, data, {"Authorization": f"Bearer {KEY}"})
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-                return answer.status, answer.read()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read()
-        except OSError:
-            return 0, b""
+        with contextlib.suppress(OSError):
+            return fetch(url, data, {"Authorization": f"Bearer {KEY}"})[::2]
+        return 0, ""
 
     def owns(self, process: psutil.Process, line: str) -> bool:
         """The API's processes as well, whose command lines do not tell whose they are."""

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import queue
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,9 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
-import tritonclient.grpc as grpcclient
+from asking import int32, stream, strings
 from running import BothDoors, both_running, build_repository
-from tritonclient.utils import np_to_triton_dtype
 
 from engine.test_adapters import make_adapter, merged
 from flashinfer_backend.core.config import EngineConfig
@@ -78,24 +76,12 @@ def ensemble(server: BothDoors, **more: Any) -> str:
 def infer(server: BothDoors, task: int, **tensors: np.ndarray) -> str:
     """The same by tensors, with a task id."""
     values = {
-        "text_input": np.array([[PROMPT.encode()]], np.object_),
-        "max_tokens": np.array([[TOKENS]], np.int32),
-        "end_id": np.array([[-1]], np.int32),
+        **{"text_input": strings(PROMPT), "max_tokens": int32(TOKENS), "end_id": int32(-1)},
         "exclude_input_in_output": np.array([[True]]),
         "lora_task_id": np.array([[task]], np.uint64),
     } | tensors
-    inputs = []
-    for name, value in values.items():
-        inputs.append(grpcclient.InferInput(name, value.shape, np_to_triton_dtype(value.dtype)))
-        inputs[-1].set_data_from_numpy(value)
-    found: queue.Queue[Any] = queue.Queue()
-    with grpcclient.InferenceServerClient(server.grpc) as client:
-        client.start_stream(lambda result, error: found.put(error or result))
-        client.async_stream_infer("ensemble", inputs)
-        answer = found.get(timeout=60)
-    if isinstance(answer, Exception):
-        return str(answer)
-    return str(answer.as_numpy("text_output").item().decode())
+    result, error = stream(server, "ensemble", [("", values)])[0]
+    return str(error or result.as_numpy("text_output").item().decode())
 
 
 def completion(server: BothDoors, model: str) -> tuple[int, str]:

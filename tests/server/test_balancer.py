@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
@@ -11,7 +12,6 @@ import subprocess
 import threading
 import time
 import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from asking import PROMPT
-from running import ROOT, Server, build_repository, wait_for
+from running import ROOT, Server, build_repository, fetch, wait_for
 
 from ports import free_ports
 
@@ -48,12 +48,7 @@ class Balanced:
         self.proxy = subprocess.Popen(["haproxy", "-db", "-f", str(ROOT / "docker" / "haproxy.cfg")], env=env)
 
     def post(self, body: dict[str, Any], verb: str = "generate") -> tuple[int, str]:
-        request = urllib.request.Request(f"{self.url}/v2/models/ensemble/{verb}", json.dumps(body).encode())
-        try:
-            with urllib.request.urlopen(request, timeout=120) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
+        return fetch(f"{self.url}/v2/models/ensemble/{verb}", json.dumps(body).encode())[::2]
 
     def up(self) -> bool:
         try:
@@ -70,14 +65,11 @@ class Balanced:
 
 @pytest.fixture(scope="module")
 def balanced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Balanced]:
-    made = Balanced(tmp_path_factory.mktemp("balanced"))
-    try:
+    with contextlib.closing(Balanced(tmp_path_factory.mktemp("balanced"))) as made:
         for server in made.servers:
             server.wait_ready()
         wait_for(made.up, "the proxy")
         yield made
-    finally:
-        made.close()
 
 
 class Load:
@@ -123,13 +115,8 @@ def test_compressed_bodies_and_bodies_without_a_length_never_reach_a_server(bala
             (b'{"text_input": "a", "max_tokens": 1}', {"Content-Encoding": "identity"}, None),
         ):
             url = f"{balanced.url}/v2/models/ensemble/{verb}"
-            request = urllib.request.Request(url, body, {"Content-Type": "application/json", **headers})
-            status = 0
             try:
-                with urllib.request.urlopen(request, timeout=120) as answer:
-                    status = answer.status
-            except urllib.error.HTTPError as error:
-                status = error.code
+                status, _, _ = fetch(url, body, {"Content-Type": "application/json", **headers})
             except urllib.error.URLError:  # it was refused before all of it was sent
                 status = expected or 0
             assert status == expected if expected else status not in (0, 411, 415), (verb, status)

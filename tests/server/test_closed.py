@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import json
 import stat
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import pytest
 import tritonclient.grpc as grpcclient
 from asking import PROMPT
-from running import Server, running
+from running import Server, fetch, running
 from tritonclient.utils import InferenceServerException
 
 from flashinfer_backend.launch.launcher import CLOSED, UNSENDABLE
@@ -25,12 +23,8 @@ PATHS = {
 
 
 def get(server: Server, path: str, body: bytes | None = None, **headers: str) -> tuple[int, str]:
-    request = urllib.request.Request(f"{server.url}/{path}", body, headers)
-    try:
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
+    status, _, text = fetch(f"{server.url}/{path}", body, headers)
+    return status, text
 
 
 @pytest.mark.parametrize("name", CLOSED)

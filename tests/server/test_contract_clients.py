@@ -10,7 +10,6 @@ import importlib.util
 import json
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +39,9 @@ MANY = 200  # more tokens than the bundled model writes before its end id
 
 def lines(server: Server, request: dict[str, Any]) -> list[str]:
     """text_output of every line of generate_stream, read as sglang's and vLLM's benchmarks do."""
-    url = f"{server.url}/v2/models/ensemble/generate_stream"
-    with urllib.request.urlopen(
-        urllib.request.Request(url, json.dumps(request).encode()), timeout=60
-    ) as answer:
-        assert answer.status == 200 and answer.headers["Content-Type"].startswith("text/event-stream")
-        stripped = [line.decode().strip() for line in answer]
-    return [json.loads(line.removeprefix("data:"))[TEXT] for line in stripped if line]
+    status, headers, text = server.raw(json.dumps(request).encode(), verb="generate_stream")
+    assert status == 200 and headers["Content-Type"].startswith("text/event-stream")
+    return [json.loads(line.removeprefix("data:"))[TEXT] for line in text.splitlines() if line.strip()]
 
 
 SGLANG = {

@@ -7,11 +7,10 @@ What this backend adds is listed apart. Sizes are those without the batch dimens
 from __future__ import annotations
 
 import json
-import urllib.request
 
 import pytest
 from contract import LLM
-from running import Server
+from running import Server, fetch
 
 Tensors = dict[str, tuple[str, list[int]]]
 
@@ -131,8 +130,7 @@ def parse(table: str) -> Tensors:
 def test_tensors_are_those_of_tensorrt_llm(
     contract: Server, model: str, kind: str, tables: dict[str, str]
 ) -> None:
-    with urllib.request.urlopen(f"{contract.url}/v2/models/{model}", timeout=120) as answer:
-        metadata = json.load(answer)
+    metadata = json.loads(fetch(f"{contract.url}/v2/models/{model}")[2])
     found = {tensor["name"]: (tensor["datatype"], tensor["shape"]) for tensor in metadata[kind]}
     assert found == parse(tables[model]) | parse(ADDED.get((model, kind), ""))
     assert metadata["versions"] == ["1"]
@@ -146,8 +144,7 @@ def test_which_inputs_are_mandatory(contract: Server) -> None:
         "postprocessing": set(),  # TOKENS_BATCH and SEQUENCE_LENGTH, or CHUNK
     }
     for model, names in mandatory.items():
-        with urllib.request.urlopen(f"{contract.url}/v2/models/{model}/config", timeout=120) as answer:
-            config = json.load(answer)
+        config = json.loads(fetch(f"{contract.url}/v2/models/{model}/config")[2])
         assert {tensor["name"] for tensor in config["input"] if not tensor["optional"]} == names
         batching = config.get("dynamic_batching", {}).get("preferred_batch_size")
         expected = None if model == "ensemble" else [256]

@@ -10,6 +10,7 @@ from typing import Any
 
 import openai
 import pytest
+from openai_server import said
 from running import BothDoors, both_running, build_repository
 
 from harmony_model import ARGUMENTS, CHATS, RAIN, SUM, THOUGHT, Chat, function, harmony_model
@@ -54,26 +55,8 @@ def body(chat: Chat, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("stream", [False, True])
 def test_chats(client: openai.OpenAI, name: str, stream: bool) -> None:
     """Answers end with <|return|> or <|call|>, as nothing is learnt behind them."""
-    asked = body(CHATS[name], stream=stream)
-    if not stream:
-        (choice,) = client.chat.completions.create(**asked).choices
-        message = choice.message.to_dict()
-        calls = [(call["function"]["name"], call["function"]["arguments"])
-                 for call in message.get("tool_calls") or []]  # type: ignore[attr-defined]  # fmt: skip
-        texts = [message.get(part) or "" for part in ("reasoning_content", "content")]
-        assert (*texts, calls, choice.finish_reason) == READ[name]
-        return
-    reasoning, content, found, finish = "", "", [], ""
-    for chunk in client.chat.completions.create(**asked):
-        delta = chunk.choices[0].delta.to_dict()
-        reasoning += delta.get("reasoning_content") or ""
-        content += delta.get("content") or ""
-        for call in delta.get("tool_calls") or []:
-            if call["index"] == len(found):
-                found.append([call["function"]["name"], ""])
-            found[-1][1] += call["function"].get("arguments") or ""
-        finish = chunk.choices[0].finish_reason or finish
-    assert (reasoning, content, [tuple(call) for call in found], finish) == READ[name]
+    answer = client.chat.completions.create(**body(CHATS[name], stream=stream))
+    assert said(part.to_dict() for part in (answer if stream else [answer])) == READ[name]
 
 
 @pytest.mark.parametrize("name", CHATS)

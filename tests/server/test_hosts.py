@@ -7,12 +7,11 @@ import signal
 import socket
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 
 import pytest
 import tritonclient.grpc as grpcclient
-from running import wait_for
+from running import answers_well, wait_for
 
 from ports import free_ports
 
@@ -43,15 +42,7 @@ def test_every_service_answers_at_the_host(host: str, address: str, tmp_path: Pa
         assert f"curl http://{address}:{http}/v2\n" in log.read_text()
         with grpcclient.InferenceServerClient(f"{address}:{grpc}") as client:
             assert client.is_server_ready()
-        wait_for(lambda: answers(f"http://{address}:{metrics}/metrics"), "the metrics")
+        wait_for(lambda: answers_well(f"http://{address}:{metrics}/metrics"), "the metrics")
     finally:
         launcher.send_signal(signal.SIGTERM)
         assert launcher.wait(120) == 0
-
-
-def answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=2) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import queue
-import socket
 import subprocess
 import sys
 import time
@@ -81,7 +80,7 @@ def test_a_stream_does_not_run_ahead_of_postprocessing(server: Server, watch: En
 
     stubs = server.matching("/postprocessing/1/model.py")
     assert stubs
-    with post(server, "ensemble/generate_stream", body) as connection, connection.makefile("rb") as client:
+    with server.sent("ensemble/generate_stream", body) as connection, connection.makefile("rb") as client:
         for _ in range(20):
             assert next_event(client)
         try:
@@ -108,22 +107,12 @@ LLM = {
 }
 
 
-def post(server: Server, path: str, request: dict[str, Any]) -> socket.socket:
-    """A connection on which a request has been sent."""
-    body = json.dumps(request).encode()
-    host, port = server.url.removeprefix("http://").split(":")
-    client = socket.create_connection((host, int(port)))
-    head = f"POST /v2/models/{path} HTTP/1.1\r\nHost: {host}\r\n"
-    client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-    return client
-
-
 @pytest.mark.parametrize(("model", "request_body"), [("ensemble", ENSEMBLE), ("llm", LLM)])
 def test_a_client_that_leaves_its_stream_frees_its_blocks(
     server: Server, watch: EngineWatch, model: str, request_body: dict[str, Any]
 ) -> None:
     idle = wait_for(lambda: (s := watch.status()).requests_active == 0 and s, "an idle engine")
-    with post(server, f"{model}/generate_stream", request_body) as client:
+    with server.sent(f"{model}/generate_stream", request_body) as client:
         assert b"data: " in client.recv(65536) + client.recv(65536)
         running = wait_for(lambda: (s := watch.status()).requests_active == 1 and s, "the request")
         assert running.blocks_used > idle.blocks_used
@@ -136,7 +125,7 @@ def test_a_client_that_leaves_its_stream_frees_its_blocks(
 def test_a_client_that_leaves_without_streaming_harms_nobody(server: Server, watch: EngineWatch) -> None:
     """tritonserver gives no sign of it, so it runs to its end, as with TensorRT-LLM."""
     idle = wait_for(lambda: (s := watch.status()).requests_active == 0 and s, "an idle engine")
-    with post(server, "ensemble/generate", {**ENSEMBLE, "max_tokens": 300, "stream": False}):
+    with server.sent("ensemble/generate", {**ENSEMBLE, "max_tokens": 300, "stream": False}):
         wait_for(lambda: watch.status().requests_active == 1, "the request")
     assert server.text(PROMPT, 4)
     ended = wait_for(lambda: (s := watch.status()).requests_active == 0 and s, "its end")

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import json
 import re
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from asking import PROMPT
 from metering import BLOCKS, LABEL, documented, idle, scrape, shown, shown_once
-from running import ROOT, Server
+from running import ROOT, Server, fetch
 
 MODELS = ("ensemble", "preprocessing", "llm", "postprocessing")
 
@@ -87,13 +86,10 @@ def test_load_report_of_the_metrics(metered: Server) -> None:
 
 
 def test_load_report_in_the_response_header(metered: Server) -> None:
-    request = urllib.request.Request(
-        f"{metered.url}/v2/models/ensemble/generate",
-        json.dumps({"text_input": PROMPT, "max_tokens": 2}).encode(),
-        {"endpoint-load-metrics-format": "json"},
-    )
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        report = answer.headers["endpoint-load-metrics"]
+    body = json.dumps({"text_input": PROMPT, "max_tokens": 2}).encode()
+    asked = {"endpoint-load-metrics-format": "json"}
+    _, headers, _ = fetch(f"{metered.url}/v2/models/ensemble/generate", body, asked)
+    report = headers["endpoint-load-metrics"]
     if report is None:
         pytest.skip("this server sends no load reports, which are younger than release 24.10 (2.51)")
     assert json.loads(report.removeprefix("JSON "))["named_metrics"].keys() == CAPACITY.keys()

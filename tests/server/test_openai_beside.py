@@ -11,15 +11,13 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from metering import idle, shown
-from running import KEY, NGRAM, BothDoors, both_running, build_repository, wait_for
+from metering import idle, scrape, shown
+from running import KEY, NGRAM, BothDoors, both_running, build_repository, fetch, wait_for
 
 from flashinfer_backend.openai.arguments import KEYS_VARIABLE
 from ports import free_ports
@@ -64,7 +62,7 @@ def test_drafts_are_counted_at_both_doors(both: BothDoors) -> None:
     def counted() -> tuple[list[float], list[float]]:
         """Checked and accepted drafts, of tritonserver's metrics and of the API's."""
         names = [f"flashinfer_backend_{name}_total" for name in ("drafted_tokens", "accepted_draft_tokens")]
-        api = both.openai("/metrics")[1].decode()
+        api = both.openai("/metrics")[1]
         own = (f"flashinfer_backend_openai_engine_{name}_tokens" for name in ("drafted", "accepted"))
         found = (re.search(rf"^{name} (\S+)$", api, re.MULTILINE) for name in own)
         return [shown(both).get(name) for name in names], [float(each[1]) for each in found if each]
@@ -104,9 +102,7 @@ def workers(both: BothDoors) -> list[int]:
 
 def door_metric(both: BothDoors, door: str) -> float | None:
     """Whether a door is up, as tritonserver's metrics have it."""
-    url = f"http://127.0.0.1:{both.metrics_port}/metrics"
-    with urllib.request.urlopen(url, timeout=120) as answer:
-        found = re.search(rf'door_up{{door="{door}"}} (\S+)', answer.read().decode())
+    found = re.search(rf'door_up{{door="{door}"}} (\S+)', scrape(both))
     return float(found[1]) if found else None
 
 
@@ -121,21 +117,19 @@ def test_a_door_that_crashes_or_stops_comes_back_and_leaves_the_other_alone(both
         wait_for(lambda old=before: old not in workers(both), "its end", 120)
         assert both.post({"text_input": "Once", "max_tokens": 1})[0] == 200
     status, answer = both.openai("/health")  # 4 s pass until the next start
-    assert status == 503 and "being started again" in answer.decode()
+    assert status == 503 and "being started again" in answer
     wait_for(lambda: door_metric(both, "openai") == 0.0, "the other door to say so")
     wait_for(lambda: both.openai("/health")[0] == 200, "the OpenAI API", 120)
     assert "has been stopped for 5 s: it is killed" in both.log
     assert both.matching("bin/tritonserver") == servers and "serve: ready again" not in both.log
-    text = both.openai("/metrics")[1].decode()
+    text = both.openai("/metrics")[1]
     assert 'door_up{door="triton"} 1.0' in text
     assert re.search(r'door_restarts_total{door="openai"} [5-9]', text)
 
 
 def test_keys_are_in_no_environment_but_the_users_own(both: BothDoors) -> None:
     """tritonserver, its stubs and the engine have none of them, nor have the API's processes."""
-    url = f"http://127.0.0.1:{both.openai_port}/v1/models"
-    with pytest.raises(urllib.error.HTTPError, match="401"):
-        urllib.request.urlopen(url, timeout=120)
+    assert fetch(f"http://127.0.0.1:{both.openai_port}/v1/models")[0] == 401
     found = {process: process.environ() for process in both.commands() if process.pid != both.launcher.pid}
     assert len(found) >= 7 and both.openai("/v1/models")[0] == 200
     assert not [process for process, environment in found.items() if KEYS_VARIABLE in environment]

@@ -9,8 +9,6 @@ import pytest
 from openai_server import OpenAiServer, events
 from test_openai_tools import ASK, WEATHER
 
-from waiting import wait_for
-
 TEXT = "red blue green " * 20
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PLAIN = {"prompt": TEXT, "max_tokens": 60, "ignore_eos": True}
@@ -24,7 +22,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-ABORTED = 'sequences_finished_total{finish_reason="aborted"}'
 FEW = ("calls or text", "an object")  # right drafts, or none, as the texts are
 
 
@@ -69,15 +66,3 @@ def test_a_stop_word_amid_accepted_drafts(door: OpenAiServer, stream: bool) -> N
     ended = [choice for part in parts for choice in part["choices"]]
     assert "".join(choice["text"] for choice in ended) == text[: text.index(stop)]
     assert ended[-1]["finish_reason"] == "stop" and accepted
-
-
-def test_a_client_that_leaves_amid_drafts(door: OpenAiServer) -> None:
-    expected = choices(door, COMPLETIONS, PLAIN, drafts=True)[0]
-    before = door.metric(ABORTED)
-    for _ in range(3):
-        body = PLAIN | {"max_tokens": 1500, "temperature": 0.0, "stream": True}
-        with door.opened(COMPLETIONS, body) as answer:
-            assert answer.status == 200 and answer.readline()
-            answer.close()
-    wait_for(lambda: door.metric(ABORTED) == before + 3, "their ends", 20)
-    assert choices(door, COMPLETIONS, PLAIN, drafts=True)[0] == expected

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai_server import CALL_TOKEN, OpenAiServer, events, openai_running
+from openai_server import CALL_TOKEN, OpenAiServer, events, openai_running, said
 from running import TIMEOUT_S, BothDoors, files_below, wait_for
 
 from client.worker import BodyForm
@@ -164,13 +164,10 @@ def test_a_process_that_cannot_start_ends_the_whole(
 
 
 def test_an_engine_that_cannot_start(chat_model: Path, tmp_path: Path) -> None:
-    server = OpenAiServer(chat_model, tmp_path, "max_seq_len=999999")
-    try:
+    with contextlib.closing(OpenAiServer(chat_model, tmp_path, "max_seq_len=999999")) as server:
         assert server.parent.wait(TIMEOUT_S * 2) == 1
         assert "max_seq_len 999999" in server.log
         wait_for(lambda: not server.leftovers(), "nothing to be left")
-    finally:
-        server.close()
 
 
 @pytest.fixture(scope="module")
@@ -253,10 +250,4 @@ def test_strict_calls_with_a_tag_for_each_argument(narrow: OpenAiServer, stream:
     body |= {"max_tokens": 80, "tools": [tool], "stream": stream}
     with narrow.opened(CHAT, body) as answer:
         text = answer.read().decode()
-    if stream:
-        deltas = [event["choices"][0]["delta"] for event in events(text)]
-        functions = [call["function"] for delta in deltas for call in delta.get("tool_calls") or []]
-    else:
-        functions = [call["function"] for call in json.loads(text)["choices"][0]["message"]["tool_calls"]]
-    assert "".join(function.get("name") or "" for function in functions) == "f"
-    assert "".join(function["arguments"] for function in functions) == '{"c": "Ulm"}'
+    assert said(events(text) if stream else [json.loads(text)])[2] == [("f", '{"c": "Ulm"}')]

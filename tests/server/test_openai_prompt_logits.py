@@ -70,34 +70,6 @@ def engine_held(door: OpenAiServer) -> Iterator[None]:
         engine.resume()
 
 
-def test_a_client_that_leaves_gives_its_place_to_the_next(door: OpenAiServer) -> None:
-    with contextlib.ExitStack() as clients:
-        with engine_held(door):
-            first = clients.enter_context(door.asked("/v1/completions", asking(prompt(1, 400))))
-            wait_for(lambda: held(door) == 400 * BYTES, "room for the first")
-            with door.asked("/v1/completions", asking(prompt(2, 400), prompt(3, 400))):
-                wait_for(lambda: waiting(door) == 2, "the second to wait")
-                last = clients.enter_context(door.asked("/v1/completions", asking(prompt(4, 100))))
-                wait_for(lambda: waiting(door) == 3, "the last, which would fit, not to overtake them")
-            wait_for(lambda: waiting(door) == 0, "the last to be let in")
-            assert held(door) == 500 * BYTES
-            first.close()  # the engine has its prompt, so its room is kept
-        status = last.getresponse().status
-        wait_for(lambda: held(door) == 0, "all room to be free")
-    assert status == 200
-
-
-def test_others_pass_those_that_wait(door: OpenAiServer) -> None:
-    with door.opened("/v1/completions", {"prompt": "The king", "max_tokens": 900, "stream": True}) as stream:
-        prompts = [prompt(n, 100) for n in range(40)]
-        with door.asked("/v1/completions", asking(*prompts)) as many:
-            wait_for(lambda: waiting(door) > 0, "prompts that wait")
-            assert door.call("/v1/completions", {"prompt": "Once", "max_tokens": 1})[0] == 200
-            assert stream.readline().startswith(b"data: ")
-            assert waiting(door) > 0
-            assert many.getresponse().status == 200
-
-
 def test_a_wait_for_room_ends_when_it_was_asked_to(door: OpenAiServer) -> None:
     with engine_held(door), door.asked("/v1/completions", asking(prompt(1, 400))):
         wait_for(lambda: held(door) == 400 * BYTES, "room for the first")

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import openai
 import pydantic
 import pytest
-from openai_server import CALL_TOKEN, OpenAiServer, events
+from openai_server import CALL_TOKEN, OpenAiServer, events, said
 
 ASK: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
 CITIES = ["Paris", "Ulm", "Rome"]
@@ -32,13 +32,7 @@ WEATHER: Any = {
 PLACE = {"parameters": WEATHER["function"]["parameters"]}
 NOW: Any = {"type": "function", "function": {"name": "now"}}
 NAMED: Any = {"type": "function", "function": {"name": "weather"}}
-
-
 CANCELLED = 'sequences_finished_total{finish_reason="cancelled"}'
-
-
-def strictly(parameters: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": "f", "strict": True, "parameters": parameters}}
 
 
 class Animal(pydantic.BaseModel):
@@ -56,25 +50,17 @@ def ask(client: openai.OpenAI, **more: Any) -> Any:
     return client.chat.completions.create(**body)
 
 
-def gathered(chunks: Any) -> tuple[str, list[tuple[str, str]], str]:
-    """Content, calls and finish reason of a stream."""
-    content, calls, finish = "", [], ""
-    ids: list[str] = []
-    for chunk in chunks:
-        delta = chunk.choices[0].delta
-        content += delta.content or ""
-        for call in delta.tool_calls or []:
-            if call.index == len(calls):
-                calls.append([call.function.name, ""])
-                ids.append(call.id)
-            calls[call.index][1] += call.function.arguments or ""
-        finish = chunk.choices[0].finish_reason or finish
-    assert len(set(ids)) == len(ids) and all(ids)
-    return content, [(name, arguments) for name, arguments in calls], finish
+def told(client: openai.OpenAI, stream: bool = False, **more: Any) -> tuple[str, list[tuple[str, str]], str]:
+    """Content, calls and finish reason."""
+    answer = ask(client, stream=stream, **more)
+    return said(part.to_dict() for part in (answer if stream else [answer]))[1:]
 
 
-def calls_of(answer: Any) -> list[tuple[str, str]]:
-    return [(call.function.name, call.function.arguments) for call in answer.choices[0].message.tool_calls]
+def both(client: openai.OpenAI, **more: Any) -> tuple[str, list[tuple[str, str]], str]:
+    """The same, of a whole answer and of a stream, which agree."""
+    whole = told(client, **more)
+    assert told(client, stream=True, **more) == whole
+    return whole
 
 
 def check_weather(arguments: str) -> None:
@@ -83,13 +69,10 @@ def check_weather(arguments: str) -> None:
 
 
 def test_a_named_function_is_called(client: openai.OpenAI) -> None:
-    answer = ask(client, tools=[NOW, WEATHER], tool_choice=NAMED)
-    ((name, arguments),) = calls_of(answer)
-    assert (name, answer.choices[0].finish_reason) == ("weather", "stop")
-    assert answer.choices[0].message.content is None
+    content, ((name, arguments),), finish = both(client, tools=[NOW, WEATHER], tool_choice=NAMED)
+    assert (content, name, finish) == ("", "weather", "stop")
     check_weather(arguments)
-    streamed = gathered(ask(client, tools=[NOW, WEATHER], tool_choice=NAMED, stream=True))
-    assert streamed == ("", [(name, arguments)], "stop")
+    assert ask(client, tools=[NOW, WEATHER], tool_choice=NAMED).choices[0].message.content is None
 
 
 @pytest.mark.parametrize(("temperature", "seed", "called"), [(1.0, 0, "now"), (2.0, 3, "weather")])
@@ -97,15 +80,12 @@ def test_some_function_has_to_be_called(
     client: openai.OpenAI, temperature: float, seed: int, called: str
 ) -> None:
     more = {"tools": [WEATHER, NOW], "tool_choice": "required", "temperature": temperature, "seed": seed}
-    answer = ask(client, **more, parallel_tool_calls=False)
-    ((name, arguments),) = calls_of(answer)
-    assert (name, answer.choices[0].finish_reason) == (called, "tool_calls")
+    content, ((name, arguments),), finish = both(client, **more, parallel_tool_calls=False)
+    assert (content, name, finish) == ("", called, "tool_calls")
     if name == "weather":
         check_weather(arguments)
     else:
         assert json.loads(arguments) == {}
-    streamed = gathered(ask(client, **more, parallel_tool_calls=False, stream=True))
-    assert streamed == ("", [(name, arguments)], "tool_calls")
 
 
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>'
@@ -118,16 +98,9 @@ def saying(text: str) -> dict[str, Any]:
 
 def test_calls_that_the_model_chose(client: openai.OpenAI) -> None:
     more: dict[str, Any] = {"tools": [WEATHER, NOW], "extra_body": saying(f"Let me see.\n{CALL}\n{CALL}")}
-    answer = ask(client, **more)
     weather = ("weather", '{"city": "Ulm"}')
-    assert answer.choices[0].message.content == "Let me see."
-    assert (calls_of(answer), answer.choices[0].finish_reason) == ([weather] * 2, "tool_calls")
-    streamed = ask(client, **more, stream=True)
-    assert gathered(streamed) == ("Let me see.", [weather] * 2, "tool_calls")
-    one = ask(client, **more, parallel_tool_calls=False)
-    assert (calls_of(one), one.choices[0].finish_reason) == ([weather], "tool_calls")
-    one = ask(client, **more, parallel_tool_calls=False, stream=True)
-    assert gathered(one) == ("Let me see.", [weather], "tool_calls")
+    assert both(client, **more) == ("Let me see.", [weather] * 2, "tool_calls")
+    assert both(client, **more, parallel_tool_calls=False) == ("Let me see.", [weather], "tool_calls")
 
 
 @pytest.mark.parametrize("behind", ["", CALL[:-20], CALL, " Done."])
@@ -171,10 +144,7 @@ def test_a_stop_word_in_a_call(client: openai.OpenAI, word: str) -> None:
     """Where the arguments are whole already, it ends a call; else it leaves one that is none to be run."""
     more: dict[str, Any] = {"tools": [WEATHER], "stop": [word], "extra_body": saying(CALL)}
     expected = ('{"city": ', "stop") if word == '"Ulm"' else ('{"city": "Ulm"}', "tool_calls")
-    answer = ask(client, **more)
-    assert calls_of(answer) == [("weather", expected[0])]
-    assert answer.choices[0].finish_reason == expected[1]
-    assert gathered(ask(client, **more, stream=True)) == ("", calls_of(answer), expected[1])
+    assert both(client, **more) == ("", [("weather", expected[0])], expected[1])
     response = client.responses.create(
         model="tiny-chat",
         input="Paris?",
@@ -186,11 +156,9 @@ def test_a_stop_word_in_a_call(client: openai.OpenAI, word: str) -> None:
 
 
 def test_text_between_calls_keeps_what_separates_it(client: openai.OpenAI) -> None:
-    said = saying(f"One.\n{CALL}\nTwo.\n{CALL}\n")
-    answer = ask(client, tools=[WEATHER], extra_body=said)
-    assert answer.choices[0].message.content == "One.\n\nTwo." and len(calls_of(answer)) == 2
-    streamed = gathered(ask(client, tools=[WEATHER], extra_body=said, stream=True))
-    assert streamed == ("One.\n\nTwo.", calls_of(answer), "tool_calls")
+    text = saying(f"One.\n{CALL}\nTwo.\n{CALL}\n")
+    content, calls, finish = both(client, tools=[WEATHER], extra_body=text)
+    assert (content, len(calls), finish) == ("One.\n\nTwo.", 2, "tool_calls")
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -199,14 +167,12 @@ def test_strict_calls_that_the_model_chose(client: openai.OpenAI, seed: int) -> 
     opening: dict[str, Any] = {"logit_bias": {str(CALL_TOKEN): 100}, "parallel_tool_calls": False}
     now = {"type": "function", "function": {"name": "now", "strict": True}}
     more: dict[str, Any] = {"tools": [now, WEATHER], "temperature": 1.0, "seed": seed, **opening}
-    answer = ask(client, **more)
-    ((name, arguments),) = calls_of(answer)
-    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (None, "tool_calls")
+    content, ((name, arguments),), finish = both(client, **more)
+    assert (content, finish) == ("", "tool_calls")
     if name == "weather":
         check_weather(arguments)
     else:
         assert (name, json.loads(arguments)) == ("now", {})
-    assert gathered(ask(client, **more, stream=True)) == ("", [(name, arguments)], "tool_calls")
     loose = {**WEATHER, "function": {**WEATHER["function"], "strict": False}}
     free = ask(client, **{**more, "tools": [NOW, loose], "max_tokens": 12})
     assert not free.choices[0].message.tool_calls
@@ -269,8 +235,7 @@ def test_the_clients_own_models_of_answers(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_guided_answers(client: openai.OpenAI, stream: bool) -> None:
     def text(**more: Any) -> str:
-        answer = ask(client, stream=stream, **more)
-        return gathered(answer)[0] if stream else answer.choices[0].message.content
+        return told(client, stream, **more)[0]
 
     schema = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 2}
     listed = {"type": "json_schema", "json_schema": {"name": "pair", "schema": schema, "strict": True}}
@@ -286,28 +251,18 @@ def test_guided_answers(client: openai.OpenAI, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("stream", [False, True])
 def test_calls_that_the_model_chose_beside_a_response_format(
-    client: openai.OpenAI, door: OpenAiServer, stream: bool, strict: bool
+    client: openai.OpenAI, door: OpenAiServer, strict: bool
 ) -> None:
     """Agents with typed answers send both: the model calls functions until it writes the answer."""
     tool = {**WEATHER, "function": {**WEATHER["function"], "strict": strict}}
-    more: dict[str, Any] = {"tools": [tool], "response_format": openai_format(Animal), "stream": stream}
+    more: dict[str, Any] = {"tools": [tool], "response_format": openai_format(Animal)}
     opening: dict[str, Any] = {"logit_bias": {str(CALL_TOKEN): 100}, "parallel_tool_calls": False}
-
-    def told(**also: Any) -> tuple[str, list[tuple[str, str]], str]:
-        answer = ask(client, **more, **also)
-        if stream:
-            return gathered(answer)
-        said = answer.choices[0]
-        calls = calls_of(answer) if said.message.tool_calls else []
-        return said.message.content or "", calls, said.finish_reason
-
     (brace,) = door.call("/tokenize", {"prompt": "{", "add_special_tokens": False})[2]["tokens"]
     answering = {"logit_bias": {str(brace): 100}}
-    content, calls, finish = told(**answering)
+    content, calls, finish = both(client, **more, **answering)
     assert Animal.model_validate_json(content).legs == 4 and (calls, finish) == ([], "stop")
-    content, ((name, arguments),), finish = told(**opening)
+    content, ((name, arguments),), finish = both(client, **more, **opening)
     assert (content, name) == ("", "weather") and arguments.startswith("{")
     if strict:  # else the bias goes on in the arguments' texts
         assert finish == "tool_calls"
@@ -321,13 +276,10 @@ def test_calls_that_the_model_chose_beside_a_response_format(
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_forced_call_beside_a_response_format(client: openai.OpenAI, choice: Any, stream: bool) -> None:
+def test_a_forced_call_beside_a_response_format(client: openai.OpenAI, choice: Any) -> None:
     """The format is of the content, and such an answer has none. Instructor sends both."""
     more = {"tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": False}
-    answer = ask(client, **more, response_format=openai_format(Animal), stream=stream)
-    content, calls, _ = gathered(answer) if stream else ("", calls_of(answer), "")
-    ((name, arguments),) = calls
+    content, ((name, arguments),), _ = both(client, **more, response_format=openai_format(Animal))
     assert (content, name) == ("", "weather")
     check_weather(arguments)
 

@@ -11,13 +11,11 @@ import shutil
 import socket
 import ssl
 import subprocess
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 from asking import PROMPT
-from running import ROOT, Server, wait_for
+from running import ROOT, Server, answers_well, fetch, wait_for
 
 from ports import free_ports
 
@@ -75,19 +73,12 @@ def nginx(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     trusted = ssl.create_default_context(cafile=str(certificate))
 
     try:
-        wait_for(lambda: is_up(port, trusted), "nginx")
+        live = f"https://127.0.0.1:{port}/v2/health/live"
+        wait_for(lambda: answers_well(live, context=trusted), "nginx")
         yield port, trusted
     finally:
         process.terminate()
         process.wait(120)
-
-
-def is_up(port: int, trusted: ssl.SSLContext) -> bool:
-    with contextlib.suppress(OSError):
-        url = f"https://127.0.0.1:{port}/v2/health/live"
-        with urllib.request.urlopen(url, timeout=120, context=trusted) as answer:
-            return bool(answer.status == 200)
-    return False
 
 
 @pytest.fixture
@@ -96,12 +87,7 @@ def proxy(nginx: tuple[int, ssl.SSLContext]) -> Ask:
     port, trusted = nginx
 
     def ask(path: str, body: bytes | Iterable[bytes] | None = None, **headers: str) -> tuple[int, str]:
-        request = urllib.request.Request(f"https://127.0.0.1:{port}/{path}", body, headers)
-        try:
-            with urllib.request.urlopen(request, timeout=120, context=trusted) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
+        return fetch(f"https://127.0.0.1:{port}/{path}", body, headers, context=trusted)[::2]
 
     return ask
 

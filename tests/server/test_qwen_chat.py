@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from openai_server import OpenAiServer, events, openai_running
+from openai_server import OpenAiServer, events, openai_running, said
 
 from scripted_model import QWEN, QWEN_TEMPLATE, scripted_model
 
@@ -28,31 +28,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAiServer]:
 
 
 def answer(server: OpenAiServer, messages: list[Any], stream: bool = False, **more: Any) -> Any:
-    """Reasoning, content, calls, and why the answer ended; and the assistant's message."""
+    """Reasoning, content, calls, and why the answer ended."""
     body = {"messages": messages, "temperature": 0, "stream": stream, **more}
     status, _, found = server.call("/v1/chat/completions", body)
     assert status == 200, found
-    if stream:
-        message: dict[str, Any] = {"role": "assistant", "reasoning_content": "", "content": ""}
-        calls: list[Any] = []
-        for event in events(found):
-            (choice,) = event["choices"]
-            for part in ("reasoning_content", "content"):
-                message[part] += choice["delta"].get(part) or ""
-            for call in choice["delta"].get("tool_calls") or []:
-                if call["index"] == len(calls):
-                    calls.append({"id": call["id"], "function": {**call["function"], "arguments": ""}})
-                calls[-1]["function"]["arguments"] += call["function"].get("arguments") or ""
-        message["tool_calls"] = calls
-    else:
-        (choice,) = found["choices"]
-        message = choice["message"]
-    read = [
-        (call["function"]["name"], json.loads(call["function"]["arguments"]))
-        for call in message.get("tool_calls") or []
-    ]
-    texts = (message.get("reasoning_content") or "", message.get("content") or "")
-    return (*texts, read, choice["finish_reason"]), message
+    reasoning, content, calls, finish = said(events(found) if stream else [found])
+    return reasoning, content, [(name, json.loads(arguments)) for name, arguments in calls], finish
 
 
 def shown(server: OpenAiServer, messages: list[Any], **more: Any) -> str:
@@ -63,13 +44,12 @@ def shown(server: OpenAiServer, messages: list[Any], **more: Any) -> str:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_and_its_result(server: OpenAiServer, stream: bool) -> None:
-    found, message = answer(server, ASK, stream, tools=TOOLS)
-    assert found == FIRST
-    turns = [*ASK, message]
-    for call in message["tool_calls"]:
-        turns.append({"role": "tool", "tool_call_id": call["id"], "content": "rain"})
-    found, _ = answer(server, turns, stream, tools=TOOLS)
-    assert found == ("That was simple.", "It rains in Ulm.", [], "stop")
+    assert answer(server, ASK, stream, tools=TOOLS) == FIRST
+    function = {"name": CALL[0], "arguments": json.dumps(CALL[1])}
+    call = {"id": "1", "type": "function", "function": function}
+    message = {"role": "assistant", "reasoning_content": FIRST[0], "content": FIRST[1], "tool_calls": [call]}
+    turns = [*ASK, message, {"role": "tool", "tool_call_id": "1", "content": "rain"}]
+    assert answer(server, turns, stream, tools=TOOLS) == ("That was simple.", "It rains in Ulm.", [], "stop")
     text = (
         "[assistant]\n<think>\nI need the weather.\n</think>\n\nI look.\n\n<tool_call>\n<function=weather>\n"
         "<parameter=city>\nUlm\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
@@ -84,9 +64,9 @@ def test_a_call_and_its_result(server: OpenAiServer, stream: bool) -> None:
 def test_without_reasoning(server: OpenAiServer) -> None:
     expected = "", "It is four.", [], "stop"
     for stream in (False, True):
-        assert answer(server, ASK, stream, reasoning_effort="none")[0] == expected
+        assert answer(server, ASK, stream, reasoning_effort="none") == expected
         quick = {"chat_template_kwargs": {"enable_thinking": False}}
-        assert answer(server, ASK, stream, **quick)[0] == expected
+        assert answer(server, ASK, stream, **quick) == expected
     asked = {"input": "Two and two?", "reasoning": {"effort": "none"}, "temperature": 0}
     (item,) = server.call("/v1/responses", asked)[2]["output"]
     assert item["content"][0]["text"] == expected[1]
@@ -97,7 +77,7 @@ def test_without_reasoning(server: OpenAiServer) -> None:
 
 def test_an_effort_that_agents_send(server: OpenAiServer) -> None:
     """The template refuses `high`."""
-    assert answer(server, ASK, tools=TOOLS, reasoning_effort="high")[0] == FIRST
+    assert answer(server, ASK, tools=TOOLS, reasoning_effort="high") == FIRST
     body = {"messages": ASK[1:], "max_tokens": 50, "model": "qwen", "output_config": {"effort": "high"}}
     thinking, *_ = server.call("/v1/messages", body)[2]["content"]
     assert thinking["thinking"] == FIRST[0]
@@ -109,4 +89,4 @@ def test_an_effort_that_agents_send(server: OpenAiServer) -> None:
 def test_late_instructions_are_shown_as_the_users(server: OpenAiServer) -> None:
     turns = [*ASK, {"role": "system", "content": "Use Celsius."}, {"role": "user", "content": "Please."}]
     assert "[user]\nUse Celsius.[end]\n[user]\nPlease.[end]" in shown(server, turns)
-    assert answer(server, turns, tools=TOOLS)[0] == FIRST
+    assert answer(server, turns, tools=TOOLS) == FIRST

@@ -322,14 +322,12 @@ def test_an_engine_that_cannot_start_fails_the_load_with_its_log(tmp_path: Path)
     shutil.copytree(resolve_model_dir("bundled"), checkpoint)
     weights = checkpoint / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100_000])
-    server = Server(build_repository(tmp_path, f"model_dir={checkpoint}"), tmp_path)
-    try:
+    repository = build_repository(tmp_path, f"model_dir={checkpoint}")
+    with contextlib.closing(Server(repository, tmp_path)) as server:
         assert server.launcher.wait(90) != 0
         last = server.log.splitlines()[-1]
         assert re.match(r"serve: llm did not load: \[engine\] ERROR .*deserializ", last), server.log[-6000:]
         wait_gone(server)
-    finally:
-        server.close()
 
 
 def test_without_decoupled_mode_and_without_model_control(tmp_path: Path) -> None:

@@ -159,15 +159,15 @@ def test_metrics_have_the_engine_as_a_label(two: BothDoors) -> None:
     assert now.get("flashinfer_backend_e2e_latency_seconds_count") > 0  # of the model as a whole
     status, body = two.openai("/metrics")
     for number in range(2):
-        assert status == 200 and f'engine_up{{engine="{number}"}} 1.0' in body.decode()
-        assert f'engine_blocks_total{{engine="{number}"}} 2048.0' in body.decode()
+        assert status == 200 and f'engine_up{{engine="{number}"}} 1.0' in body
+        assert f'engine_blocks_total{{engine="{number}"}} 2048.0' in body
 
 
 def test_a_request_router_reads_sums_over_the_engines(two: BothDoors) -> None:
     """As llm-d's router does (engine type triton-tensorrt-llm): one series of each."""
 
     def read(name: str, label: str, value: str) -> float:
-        families = text_string_to_metric_families(two.openai("/metrics")[1].decode())
+        families = text_string_to_metric_families(two.openai("/metrics")[1])
         samples = [sample for family in families if family.name == name for sample in family.samples]
         found = [sample.value for sample in samples if sample.labels.get(label) == value]
         assert len(found) == 1, (name, value, found)

@@ -123,7 +123,7 @@ def test_adapters_are_loaded_for_the_model_that_takes_some(server: BothDoors) ->
 def test_metrics_have_a_series_of_each_model_and_sums_for_routers(server: BothDoors) -> None:
     for name in ("chat", "code"):
         completion(server, name)
-    text = server.openai("/metrics")[1].decode()
+    text = server.openai("/metrics")[1]
     lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
     series = {key: float(value) for key, _, value in lines}
     for name in ("chat", "code", "search"):
