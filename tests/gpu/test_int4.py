@@ -97,7 +97,7 @@ def test_products_are_those_of_the_format(format, role, tokens, dtype, kernel, b
     bias = randn(SHAPES[role][0], dtype=dtype) if role == "qkv" else None
     residual = randn(tokens, SHAPES[role][0], dtype=dtype) if role in ("o", "down") else None
     expected = float32_product(weight, x, bias, residual, gated=role == "gate_up")
-    found = cuda_int4.product(x, weight, None, 0.0, bias, residual, gated=role == "gate_up")
+    found = cuda_int4.product(x, weight, None, bias, residual, gated=role == "gate_up")
     assert_close(found, expected, BOUNDS[dtype])
     tile = tilings.choose_int4(role, tokens, *weight.shape)
     if kernel == "cuda" and tokens <= tilings.MOST_UNTUNED:
@@ -188,18 +188,20 @@ def test_operations_of_a_layer(tokens, ordered, kernel):
 def test_products_in_a_graph(tokens, kernel):
     """Captured and replayed with other values, bit for bit what is launched one by one."""
     from flashinfer_backend.ops import cuda_int4
+    from flashinfer_backend.ops.triton_fp8 import Norm
 
-    weight, norm = make_weight("qkv", "int4_awq_128", SHAPES["qkv"]), randn(4096) * 0.1 + 1
+    weight = make_weight("qkv", "int4_awq_128", SHAPES["qkv"])
+    norm = Norm(randn(4096) * 0.1 + 1, 1e-5)
     x = randn(tokens, 4096)
-    cuda_int4.product(x, weight, norm, 1e-5)
+    cuda_int4.product(x, weight, norm)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = cuda_int4.product(x, weight, norm, 1e-5)
+        out = cuda_int4.product(x, weight, norm)
     for _ in range(3):
         x.copy_(randn(tokens, 4096))
         graph.replay()
-        assert torch.equal(out, cuda_int4.product(x, weight, norm, 1e-5))
+        assert torch.equal(out, cuda_int4.product(x, weight, norm))
 
 
 @pytest.mark.parametrize(

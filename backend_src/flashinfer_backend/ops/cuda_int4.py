@@ -15,25 +15,25 @@ from torch import Tensor
 
 from flashinfer_backend.ops import cublas, gated_linear, int4_linear, triton_int4
 from flashinfer_backend.ops.tilings import choose_int4
+from flashinfer_backend.ops.triton_fp8 import Norm
 from flashinfer_backend.ops.weight import Weight
 
 
 def product(
     x: Tensor,
     weight: Weight,
-    norm_weight: Tensor | None = None,
-    eps: float = 0.0,
+    norm: Norm | None = None,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     gated: bool = False,
 ) -> Tensor:
-    """x @ weight.T, with what is given: x RMS-normed by norm_weight[K]; bias[N], residual[T, N] added;
+    """x @ weight.T, with what is given: x normed first; bias[N], residual[T, N] added;
     gated: silu of the first half of the columns times the second, [T, N / 2]. x[T, K] is contiguous, T > 0.
     May overwrite residual. See the format's product.
     """
     stored = weight.data, weight.scale, weight.zero
-    if norm_weight is not None:
-        x = flashinfer.rmsnorm(x, norm_weight, eps, enable_pdl=True)
+    if norm is not None:
+        x = flashinfer.rmsnorm(x, *norm, enable_pdl=True)
     if weight.order is not None:
         x = x.index_select(1, weight.order)
     tile = choose_int4(weight.role, x.shape[0], *weight.shape)

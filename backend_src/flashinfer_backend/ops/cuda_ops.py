@@ -38,34 +38,6 @@ from flashinfer_backend.ops.triton_rope import rope_and_store
 from flashinfer_backend.ops.triton_sample import keep_allowed, sample
 from flashinfer_backend.ops.weight import DENSE, Added, Chosen, Int4, LowRank, Weight
 
-__all__ = [
-    "accept",
-    "activate",
-    "copy_rows",
-    "count_held",
-    "delta_net",
-    "draft_inputs",
-    "experts_add",
-    "group_adapters",
-    "keep_allowed",
-    "likeliest",
-    "linear",
-    "linear_add",
-    "ngram_drafts",
-    "norm_gate_up_silu",
-    "norm_linear",
-    "norms_side_by_side",
-    "note_tokens",
-    "noted_inputs",
-    "penalise",
-    "places_ahead",
-    "record_tokens",
-    "rms_norm",
-    "rope_and_store",
-    "sample",
-    "step_inputs",
-]
-
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension: x[T, H], weight[H] -> [T, H]."""
@@ -83,36 +55,57 @@ def norm_linear(
     chosen: Chosen | None = None,
 ) -> Tensor:
     """linear() of rms_norm(x), in `out` when given. x is unchanged."""
-    low, data = _adapters(weight, chosen), weight.data
-    if low is not None and not _part_of_product(weight, len(x), low):
-        normed = rms_norm(x, norm_weight, eps)
-        product = linear(normed, weight, bias, chosen)
-        return product if out is None else out.copy_(product)
-    if weight.format is not DENSE:
-        if isinstance(weight.format, Int4):
-            product = cuda_int4.product(x, weight, norm_weight, eps, bias)
-        else:
-            product = cuda_fp8.product(x, weight, bias, norm=Norm(norm_weight, eps))
-        return product if out is None else out.copy_(product)
-    adapters = None if low is None or chosen is None else (low, chosen)
-    tiling = (choose if adapters is None else choose_adapted)(weight.role, x.shape[0], data)
-    if tiling is None:
-        normed = rms_norm(x, norm_weight, eps)
-        with cublas.library(data, x.shape[0]):
-            if out is None:
-                return F.linear(normed, data, bias)
-            return (
-                torch.mm(normed, data.t(), out=out)
-                if bias is None
-                else out.copy_(F.linear(normed, data, bias))
-            )
-    norm = norm_weight if tiling.fuse_norm else None
-    x = x if tiling.fuse_norm else rms_norm(x, norm_weight, eps)
-    return triton_linear.linear(x, data, tiling, norm, eps, bias, out=out, adapters=adapters)
+    return _product(x, weight, Norm(norm_weight, eps), bias, chosen=chosen, out=out)
 
 
-def _adapters(weight: Weight, chosen: Chosen | None) -> LowRank | None:
-    return None if chosen is None else weight.adapters
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, chosen: Chosen | None = None) -> Tensor:
+    """x @ weight.T + bias: x[T, K], weight[N, K], bias[N] or None -> [T, N]; with what the tokens' adapters
+    add, where the weight has some."""
+    return _product(x, weight, bias=bias, chosen=chosen)
+
+
+def linear_add(x: Tensor, weight: Weight, residual: Tensor | None, chosen: Chosen | None = None) -> Tensor:
+    """residual (None: 0) + linear(x): x[T, K], weight[H, K], residual[T, H] -> [T, H]. Use the returned
+    tensor.
+
+    May overwrite residual.
+    """
+    return _product(x, weight, residual=residual, chosen=chosen)
+
+
+def norm_gate_up_silu(
+    x: Tensor, norm_weight: Tensor, eps: float, gate_up: Weight, chosen: Chosen | None = None
+) -> Tensor:
+    """silu(gate) * up of norm_linear(x), whose columns are both: x[T, H], gate_up[2I, H] -> [T, I]."""
+    return _product(x, gate_up, Norm(norm_weight, eps), gated=True, chosen=chosen)
+
+
+def _product(
+    x: Tensor,
+    weight: Weight,
+    norm: Norm | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    chosen: Chosen | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """x @ weight.T, with what is given: x normed first; a bias or a residual, which may be overwritten, and
+    what the tokens' adapters add; gated: silu of the first half of the columns times the second."""
+    low = None if chosen is None else weight.adapters
+    if low is not None and chosen is not None and not _part_of_product(weight, len(x), low):
+        x = x if norm is None else rms_norm(x, *norm)
+        added = shrink(x, low, chosen)
+        product = expand(_product(x, weight, bias=bias, residual=residual), added)
+        product = activate(product, "silu") if gated else product
+    elif isinstance(weight.format, Int4):
+        product = cuda_int4.product(x, weight, norm, bias, residual, gated)
+    elif weight.format is not DENSE:
+        product = cuda_fp8.product(x, weight, bias, residual, gated, norm)
+    else:
+        adapters = None if low is None or chosen is None else (low, chosen)
+        return _dense(x, weight, norm, bias, residual, gated, adapters, out)
+    return product if out is None else out.copy_(product)
 
 
 def _part_of_product(weight: Weight, tokens: int, low: LowRank) -> bool:
@@ -123,42 +116,36 @@ def _part_of_product(weight: Weight, tokens: int, low: LowRank) -> bool:
     return tiling is not None and triton_linear.takes_adapters(tiling, low)
 
 
-def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, chosen: Chosen | None = None) -> Tensor:
-    """x @ weight.T + bias: x[T, K], weight[N, K], bias[N] or None -> [T, N]; with what the tokens' adapters
-    add, where the weight has some."""
-    low = _adapters(weight, chosen)
-    if low is not None and chosen is not None:
-        return _adapted(x, weight, low, chosen, bias=bias)
-    if isinstance(weight.format, Int4):
-        return cuda_int4.product(x, weight, bias=bias)
-    if weight.format is not DENSE:
-        return cuda_fp8.product(x, weight, bias)
-    data = weight.data
-    tiling = choose(weight.role, x.shape[0], data)
-    if tiling is not None:
-        return triton_linear.linear(x, data, tiling, bias=bias)
-    with cublas.library(data, x.shape[0]):
-        return F.linear(x, data, bias)
-
-
-def _adapted(
+def _dense(
     x: Tensor,
     weight: Weight,
-    low: LowRank,
-    chosen: Chosen,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
+    norm: Norm | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    gated: bool,
+    adapters: tuple[LowRank, Chosen] | None,
+    out: Tensor | None,
 ) -> Tensor:
-    """x @ weight.T with a bias or a residual, and what adapters add."""
-    if _part_of_product(weight, len(x), low):
-        tiling = choose_adapted(weight.role, len(x), weight.data)
-        assert tiling is not None
-        return triton_linear.linear(
-            x, weight.data, tiling, bias=bias, residual=residual, adapters=(low, chosen)
-        )
-    added = shrink(x, low, chosen)
-    product = linear_add(x, weight, residual) if bias is None else linear(x, weight, bias)
-    return expand(product, added)
+    """_product with a weight in 16 bits; adapters that it has are part of the kernel."""
+    data = weight.data
+    tiling = (choose if adapters is None else choose_adapted)(weight.role, len(x), data)
+    fused = norm if tiling is not None and tiling.fuse_norm else None
+    if norm is not None and fused is None:
+        x = rms_norm(x, *norm)
+        if gated and adapters is None and gated_linear.pays(len(x)) and gated_linear.takes(data):
+            return gated_linear.gated_linear(x, data)
+    if tiling is not None:
+        norm_weight, eps = (None, 0.0) if fused is None else fused
+        around = norm_weight, eps, bias, residual, gated, out
+        return triton_linear.linear(x, data, tiling, *around, adapters=adapters)
+    if gated:
+        return flashinfer.silu_and_mul(F.linear(x, data), enable_pdl=True)
+    with cublas.library(data, len(x)):
+        if residual is not None:
+            return residual.addmm_(x, data.t())
+        if out is None:
+            return F.linear(x, data, bias)
+        return torch.mm(x, data.t(), out=out) if bias is None else out.copy_(F.linear(x, data, bias))
 
 
 def add_embedded(hidden: Tensor, ids: Tensor, low: LowRank, chosen: Chosen) -> Tensor:
@@ -180,60 +167,11 @@ def activate(x: Tensor, activation: str, numbers: Tensor | None = None) -> Tenso
     return product(x, enable_pdl=True)
 
 
-def linear_add(x: Tensor, weight: Weight, residual: Tensor | None, chosen: Chosen | None = None) -> Tensor:
-    """residual (None: 0) + linear(x): x[T, K], weight[H, K], residual[T, H] -> [T, H]. Use the returned
-    tensor.
-
-    May overwrite residual.
-    """
-    low = _adapters(weight, chosen)
-    if low is not None and chosen is not None:
-        return _adapted(x, weight, low, chosen, residual=residual)
-    if isinstance(weight.format, Int4):
-        return cuda_int4.product(x, weight, residual=residual)
-    if weight.format is not DENSE:
-        return cuda_fp8.product(x, weight, residual=residual)
-    data = weight.data
-    tiling = choose(weight.role, x.shape[0], data)
-    if tiling is None:
-        with cublas.library(data, x.shape[0]):
-            return F.linear(x, data) if residual is None else residual.addmm_(x, data.t())
-    return triton_linear.linear(x, data, tiling, residual=residual)
-
-
 def overwrites_residual(weight: Weight, tokens: int) -> bool:
     """See ops.torch_ops.overwrites_residual."""
     if isinstance(weight.format, Int4):
         return True  # where it is written out in 16 bits
     return weight.format is DENSE and choose(weight.role, tokens, weight.data) is None
-
-
-def norm_gate_up_silu(
-    x: Tensor, norm_weight: Tensor, eps: float, gate_up: Weight, chosen: Chosen | None = None
-) -> Tensor:
-    """silu(gate) * up of norm_linear(x), whose columns are both: x[T, H], gate_up[2I, H] -> [T, I]."""
-    low, data = _adapters(gate_up, chosen), gate_up.data
-    if low is not None and not _part_of_product(gate_up, len(x), low):
-        return activate(norm_linear(x, norm_weight, eps, gate_up, None, chosen=chosen), "silu")
-    if isinstance(gate_up.format, Int4):
-        return cuda_int4.product(x, gate_up, norm_weight, eps, gated=True)
-    if gate_up.format is not DENSE:
-        return cuda_fp8.product(x, gate_up, gated=True, norm=Norm(norm_weight, eps))
-    if low is not None and chosen is not None:
-        tiling = choose_adapted(gate_up.role, x.shape[0], data)
-        assert tiling is not None
-        norm = norm_weight if tiling.fuse_norm else None
-        x = x if tiling.fuse_norm else rms_norm(x, norm_weight, eps)
-        return triton_linear.linear(x, data, tiling, norm, eps, gated=True, adapters=(low, chosen))
-    tiling = choose(gate_up.role, x.shape[0], data)
-    if tiling is not None and tiling.fuse_norm:
-        return triton_linear.linear(x, data, tiling, norm_weight, eps, gated=True)
-    normed = rms_norm(x, norm_weight, eps)
-    if gated_linear.pays(x.shape[0]) and gated_linear.takes(data):
-        return gated_linear.gated_linear(normed, data)
-    if tiling is not None:
-        return triton_linear.linear(normed, data, tiling, gated=True)
-    return flashinfer.silu_and_mul(F.linear(normed, data), enable_pdl=True)
 
 
 def experts_add(
