@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -18,6 +20,7 @@ from flashinfer_backend.openai.connection import BODY_SEND
 from flashinfer_backend.openai.door import Door
 from flashinfer_backend.openai.errors import ApiError, field_error
 from flashinfer_backend.openai.link import SHUTTING_DOWN, ClientLeft, Stream, Streams, unavailable
+from flashinfer_backend.openai.requests import ChatRequest, CompletionRequest
 from flashinfer_backend.serving.generation import Chunk
 from flashinfer_backend.text.chunk import NO_LIMIT
 from flashinfer_backend.text.delta import CONTEXT_IDS, DeltaDecoder
@@ -128,6 +131,34 @@ class Usage:
             names = "accepted_prediction_tokens", "rejected_prediction_tokens"
             usage["completion_tokens_details"] = dict(zip(names, (accepted, rejected), strict=True))
         return usage
+
+
+class Choices:
+    """What the answers of chats and completions have in common."""
+
+    def __init__(
+        self, request: ChatRequest | CompletionRequest, model: str, streams: Streams, prefix: str, kind: str
+    ) -> None:
+        """prefix: of the answer's id. kind: of object."""
+        self.id = f"{prefix}-{request.request_id or secrets.token_hex(16)}"
+        self._head = {"id": self.id, "object": kind, "created": int(time.time()), "model": model}
+        self._usage = Usage(streams)
+        options = request.stream_options
+        self._tells_usage = options is not None and options.include_usage
+        self._always = options is not None and options.continuous_usage_stats
+
+    def _whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._head, "choices": choices, "usage": self._usage.body()}
+
+    def _event(self, choice: dict[str, Any], **more: Any) -> bytes:
+        body = {**self._head, "choices": [choice], **more}
+        if self._tells_usage:
+            body["usage"] = self._usage.body() if self._always else None
+        return event(body)
+
+    def _end(self) -> bytes:
+        """The events at the end of a stream."""
+        return (event(self._whole([])) if self._tells_usage else b"") + DONE
 
 
 class GenerationResponse(Response):

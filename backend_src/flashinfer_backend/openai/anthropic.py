@@ -13,11 +13,12 @@ from typing import Any
 from starlette.responses import Response
 
 from flashinfer_backend.core.values import shown
-from flashinfer_backend.openai.answer import Usage, encode, respond, unwrapped_text, wrapped_text
+from flashinfer_backend.openai.answer import respond, unwrapped_text, wrapped_text
 from flashinfer_backend.openai.chat import Answer, Conversation, Turn, add_effort, render
 from flashinfer_backend.openai.door import Door
 from flashinfer_backend.openai.errors import ApiError, field_error
-from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, REASONING, Event
+from flashinfer_backend.openai.formats.events import ARGUMENTS, CONTENT, REASONING, Event
+from flashinfer_backend.openai.items import Change, Items, named_event
 from flashinfer_backend.openai.requests import (
     CountTokensRequest,
     MessagesRequest,
@@ -30,9 +31,11 @@ from flashinfer_backend.openai.requests import (
 from flashinfer_backend.openai.sampling import NO_GUIDE, schema_guide
 from flashinfer_backend.openai.template import Place, plain_messages
 from flashinfer_backend.openai.tools import AUTO, NONE, REQUIRED, Tools, new_call_id, read_tools
+from flashinfer_backend.serving.generation import Chunk
 from flashinfer_backend.transport import protocol
 
 CHOICES = {"auto": AUTO, "any": REQUIRED, "none": NONE}
+STOPPED = "stop_sequence"  # why an answer ended
 # Keys of a tool besides its name and schema, and the values that ask for nothing here.
 IDLE_OF_TOOLS: dict[str, tuple[Any, ...]] = {
     "type": (None, "custom"),
@@ -256,16 +259,11 @@ def _sampling(request: MessagesRequest) -> Sampling:
     )
 
 
-class _Reply:
-    """Content blocks are made from the events of the one sequence: each run of a kind is a block."""
-
+class _Reply(Items):
     def __init__(self, turn: Turn, request: MessagesRequest, model: str) -> None:
-        self._turn, self._request, self._model = turn, request, model
+        super().__init__(turn)
+        self._request, self._model = request, model
         self.id = f"msg_{secrets.token_hex(12)}"
-        self._usage = Usage(turn.streams)
-        self._content: list[dict[str, Any]] = []
-        self._open = False  # whether the last block still grows
-        self._written = ""  # the last block's text, thinking, or JSON
         self._thought: list[str] = []
         self._hidden = request.thinking is not None and request.thinking.type == "disabled"
         self._omitted = request.thinking is not None and request.thinking.display == "omitted"
@@ -277,7 +275,7 @@ class _Reply:
             "type": "message",
             "role": "assistant",
             "model": self._model,
-            "content": self._content if stop else [],
+            "content": self._items if stop else [],
             "stop_reason": reason,
             "stop_sequence": sequence,
             "usage": self._tokens(whole=stop is not None),
@@ -307,85 +305,67 @@ class _Reply:
         async for changes, stop in self._changes():
             if not begun:  # once the engine has taken the request
                 begun = True
-                yield _event({"type": "message_start", "message": self._message(None)})
-                yield _event({"type": "ping"})
+                yield named_event({"type": "message_start", "message": self._message(None)})
+                yield named_event({"type": "ping"})
             for change in changes:
-                yield _event(change)
+                yield named_event(change)
             if stop is not None:
                 delta = dict(zip(("stop_reason", "stop_sequence"), stop, strict=True))
-                yield _event({"type": "message_delta", "delta": delta, "usage": self._tokens(whole=True)})
-        yield _event({"type": "message_stop"})
+                yield named_event(
+                    {"type": "message_delta", "delta": delta, "usage": self._tokens(whole=True)}
+                )
+        yield named_event({"type": "message_stop"})
 
-    async def _changes(self) -> AsyncIterator[tuple[list[dict[str, Any]], tuple[str, str | None] | None]]:
+    async def _changes(self) -> AsyncIterator[tuple[list[Change], tuple[str, str | None] | None]]:
         """Events of blocks, and with the last of them why the answer ended."""
-        (stream,) = self._turn.streams.all
-        answer = Answer(self._turn, stream)
-        async for _, chunk in self._turn.streams:
-            self._usage.note(stream, chunk)
-            changes = [change for each in answer.take(chunk) for change in self._take(each)]
+        async for changes, answer, chunk in self._chunks():
             if answer.finish is None:
                 yield changes, None
-                continue
-            called = answer.finish == "tool_calls" or self._turn.tools.named is not None
-            if answer.finish == "length":
-                full = stream.timing.sent >= self._request.max_tokens
-                stop = "max_tokens" if full else "model_context_window_exceeded"
-            elif answer.calls and called and not answer.stopped_in_call:
-                stop = "tool_use"
-            else:  # the checkpoint's own stop words end a turn
-                own = set(self._turn.door.defaults.stop_strings) - set(self._request.stop_sequences or ())
-                stopped = chunk.code == protocol.FINISHED_STOP_WORDS and stream.stop_word not in own
-                stop = "stop_sequence" if stopped else "end_turn"
-            yield changes + self._close(), (stop, stream.stop_word if stop == "stop_sequence" else None)
+            else:
+                stop = self._stop(answer, chunk)
+                yield changes + self._close(), (stop, self._stream.stop_word if stop == STOPPED else None)
 
-    def _take(self, each: Event) -> list[dict[str, Any]]:
-        kind = {CONTENT: "text", REASONING: "thinking"}.get(each.kind, "tool_use")
-        if kind == "thinking":
+    def _stop(self, answer: Answer, chunk: Chunk) -> str:
+        called = answer.finish == "tool_calls" or self._turn.tools.named is not None
+        if answer.finish == "length":
+            full = self._stream.timing.sent >= self._request.max_tokens
+            return "max_tokens" if full else "model_context_window_exceeded"
+        if answer.calls and called and not answer.stopped_in_call:
+            return "tool_use"
+        # The checkpoint's own stop words end a turn.
+        own = set(self._turn.door.defaults.stop_strings) - set(self._request.stop_sequences or ())
+        stopped = chunk.code == protocol.FINISHED_STOP_WORDS and self._stream.stop_word not in own
+        return STOPPED if stopped else "end_turn"
+
+    def _kind(self, each: Event) -> str:
+        return {CONTENT: "text", REASONING: "thinking"}.get(each.kind, "tool_use")
+
+    def _take(self, each: Event) -> list[Change]:
+        if each.kind == REASONING:
             self._thought.append(each.text)
             if self._hidden:
                 return []
-        changes = []
-        if not self._open or self._content[-1]["type"] != kind or each.kind == CALL:
-            if (
-                self._content and each.kind != CALL
-            ):  # blanks between two pieces of text, which are blocks here
-                each = each._replace(text=each.text.lstrip())
-                if not each.text:
-                    return []
-            changes += self._close() + self._begin(kind, each)
-        if each.kind == CALL:
-            return changes
-        self._written += each.text
-        if each.kind == ARGUMENTS:
-            changes.append(self._delta("input_json_delta", partial_json=each.text))
-        elif kind == "text":
-            changes.append(self._delta("text_delta", text=each.text))
-        elif not self._omitted:
-            changes.append(self._delta("thinking_delta", thinking=each.text))
-        return changes
+        return super()._take(each)
 
-    def _begin(self, kind: str, each: Event) -> list[dict[str, Any]]:
-        self._open, self._written = True, ""
-        block: dict[str, Any]
-        if kind == "text":
-            block = {"type": kind, "text": ""}
-        elif kind == "thinking":
-            block = {"type": kind, "thinking": "", "signature": ""}
-        else:
+    def _begin(self, kind: str, each: Event) -> list[Change]:
+        block: dict[str, Any] = {"type": kind, kind: ""}
+        if kind == "thinking":
+            block["signature"] = ""
+        elif kind == "tool_use":
             made = each.call_id or new_call_id(self._turn.door.tool_format)
             block = {"type": kind, "id": made, "name": each.text, "input": {}}
-        self._content.append(block)
-        start = {"type": "content_block_start", "index": len(self._content) - 1}
-        return [{**start, "content_block": dict(block)}]
+        self._items.append(block)
+        return [{"type": "content_block_start", "index": len(self._items) - 1, "content_block": dict(block)}]
 
-    def _delta(self, kind: str, **fields: str) -> dict[str, Any]:
-        at = len(self._content) - 1
-        return {"type": "content_block_delta", "index": at, "delta": {"type": kind, **fields}}
+    def _grow(self, each: Event) -> list[Change]:
+        if each.kind == ARGUMENTS:
+            return [self._delta("input_json_delta", partial_json=each.text)]
+        if each.kind == CONTENT:
+            return [self._delta("text_delta", text=each.text)]
+        return [] if self._omitted else [self._delta("thinking_delta", thinking=each.text)]
 
-    def _close(self) -> list[dict[str, Any]]:
-        if not self._open:
-            return []
-        self._open, changes, block = False, [], self._content[-1]
+    def _end(self, whole: bool) -> list[Change]:
+        block, changes = self._items[-1], list[Change]()
         if block["type"] == "text":
             block["text"] = self._written
         elif block["type"] == "thinking":
@@ -394,7 +374,11 @@ class _Reply:
             changes.append(self._delta("signature_delta", signature=block["signature"]))
         else:
             block["input"] = _input(self._written)
-        return [*changes, {"type": "content_block_stop", "index": len(self._content) - 1}]
+        return [*changes, {"type": "content_block_stop", "index": len(self._items) - 1}]
+
+    def _delta(self, kind: str, **fields: str) -> Change:
+        at = len(self._items) - 1
+        return {"type": "content_block_delta", "index": at, "delta": {"type": kind, **fields}}
 
 
 def _input(arguments: str) -> dict[str, Any]:
@@ -404,7 +388,3 @@ def _input(arguments: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def _event(content: dict[str, Any]) -> bytes:
-    return b"event: " + content["type"].encode() + b"\ndata: " + encode(content) + b"\n\n"

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import sys
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -18,9 +16,7 @@ from starlette.responses import Response
 
 from flashinfer_backend.core.values import shown
 from flashinfer_backend.openai.answer import (
-    DONE,
-    Usage,
-    event,
+    Choices,
     finish_reason,
     note_sent,
     respond,
@@ -374,18 +370,12 @@ def _log_ignored() -> None:
     )
 
 
-class _Reply:
+class _Reply(Choices):
     def __init__(self, turn: Turn, request: ChatRequest, model: str) -> None:
+        kind = "chat.completion.chunk" if request.stream else "chat.completion"
+        super().__init__(request, model, turn.streams, "chatcmpl", kind)
         self._turn, self._request = turn, request
-        self.id = f"chatcmpl-{request.request_id or secrets.token_hex(16)}"
-        self._head: dict[str, Any] = {
-            "id": self.id,
-            "object": "chat.completion.chunk" if request.stream else "chat.completion",
-            "created": int(time.time()),
-            "model": model,
-        }
         self._answers = [Answer(turn, stream) for stream in turn.streams.all]
-        self._usage = Usage(turn.streams)
 
     def _log_probs(self, chunk: Chunk) -> list[Raw]:
         if not self._request.logprobs:
@@ -413,7 +403,7 @@ class _Reply:
         if self._request.return_token_ids:
             for choice, found in zip(choices, ids, strict=True):
                 choice["token_ids"] = found
-        body = {**self._head, "choices": choices, "usage": self._usage.body()}
+        body = self._whole(choices)
         if self._request.return_token_ids:
             body["prompt_token_ids"] = self._turn.prompt
         if (logits := self._turn.streams.all[0].logits) is not None:
@@ -423,13 +413,12 @@ class _Reply:
         return body
 
     async def events(self) -> AsyncIterator[bytes]:
-        request, options = self._request, self._request.stream_options
-        usage = options is not None and options.include_usage
-        always = options is not None and options.continuous_usage_stats
+        request = self._request
         begun: set[int] = set()
         probs: dict[int, list[Raw]] = {}  # of tokens whose text is still held back
 
         def chunk_of(index: int, delta: dict[str, Any], finish: str | None = None) -> bytes:
+            first = not begun
             if index not in begun:
                 begun.add(index)
                 delta = {"role": "assistant", **delta}
@@ -440,18 +429,14 @@ class _Reply:
                 "logprobs": {"content": held} if held else None,
                 "finish_reason": finish,
             }
+            more: dict[str, Any] = {}
             if request.return_token_ids:
                 choice["token_ids"] = ids.pop(index, [])
-            body = {**self._head, "choices": [choice]}
-            if request.return_token_ids and not sent_prompt:
-                sent_prompt.append(True)
-                body["prompt_token_ids"] = self._turn.prompt
-            if usage:
-                body["usage"] = self._usage.body() if always else None
-            return event(body)
+                if first:
+                    more["prompt_token_ids"] = self._turn.prompt
+            return self._event(choice, **more)
 
         ids: dict[int, list[int]] = {}
-        sent_prompt: list[bool] = []
         async for stream, chunk in self._turn.streams:
             index = stream.index
             answer = self._answers[index]
@@ -465,9 +450,7 @@ class _Reply:
                 yield chunk_of(index, _delta(answer, each))
             if answer.finish is not None:
                 yield chunk_of(index, {} if index in begun else {"content": ""}, answer.finish)
-        if usage:
-            yield event({**self._head, "choices": [], "usage": self._usage.body()})
-        yield DONE
+        yield self._end()
 
 
 def _message(answer: Answer, events: list[Event]) -> dict[str, Any]:

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
-import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +12,7 @@ from msgspec import Raw
 from starlette.responses import Response
 
 from flashinfer_backend.core.bounds import MOST_CHOICES
-from flashinfer_backend.openai.answer import DONE, Usage, event, finish_reason, respond, take_text
+from flashinfer_backend.openai.answer import Choices, finish_reason, respond, take_text
 from flashinfer_backend.openai.door import Door, generation_request
 from flashinfer_backend.openai.errors import ApiError, field_error
 from flashinfer_backend.openai.link import ClientLeft, Stream, Streams
@@ -144,20 +142,13 @@ def _not_prompts() -> ApiError:
     )
 
 
-class _Reply:
+class _Reply(Choices):
     def __init__(
         self, door: Door, request: CompletionRequest, model: str, streams: Streams, count: int
     ) -> None:
         """count: completions that are made for each prompt."""
+        super().__init__(request, model, streams, "cmpl", "text_completion")
         self._door, self._request, self._streams, self._count = door, request, streams, count
-        self.id = f"cmpl-{request.request_id or secrets.token_hex(16)}"
-        self._head: dict[str, Any] = {
-            "id": self.id,
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model,
-        }
-        self._usage = Usage(streams)
         self._decoder = door.decoder(request.skip_special_tokens)
         self._offsets: dict[int, int] = {}  # characters of each stream so far
 
@@ -235,16 +226,14 @@ class _Reply:
             if n < self._count:
                 made = sorted(made, key=lambda each: -each[0])[:n]
             choices += [{"index": len(choices) + i, **choice} for i, (_, choice) in enumerate(made)]
-        return {**self._head, "choices": choices, "usage": self._usage.body()}
+        return self._whole(choices)
 
     def _prompt_text(self, stream: Stream) -> str:
         # An incomplete character at its end is part of what comes next.
         return self._decoder.delta([], stream.row.prompt.tolist(), last=self._request.max_tokens == 0)
 
     async def events(self) -> AsyncIterator[bytes]:
-        request, options = self._request, self._request.stream_options
-        usage = options is not None and options.include_usage
-        always = options is not None and options.continuous_usage_stats
+        request = self._request
         begun: set[int] = set()
         ids: dict[int, list[int]] = {}  # of each stream, not sent yet
         async for stream, chunk in self._streams:
@@ -267,10 +256,5 @@ class _Reply:
                 if stream.index not in begun:
                     choice["prompt_token_ids"] = stream.row.prompt.tolist()
             begun.add(stream.index)
-            body = {**self._head, "choices": [choice]}
-            if usage:
-                body["usage"] = self._usage.body() if always else None
-            yield event(body)
-        if usage:
-            yield event({**self._head, "choices": [], "usage": self._usage.body()})
-        yield DONE
+            yield self._event(choice)
+        yield self._end()

@@ -15,11 +15,12 @@ from starlette.responses import Response
 
 from flashinfer_backend.core.bounds import CONVERSATION
 from flashinfer_backend.core.values import some
-from flashinfer_backend.openai.answer import Usage, encode, respond, unwrapped_text, wrapped_text
-from flashinfer_backend.openai.chat import Answer, Conversation, Turn, add_effort
+from flashinfer_backend.openai.answer import encode, respond, unwrapped_text, wrapped_text
+from flashinfer_backend.openai.chat import Conversation, Turn, add_effort
 from flashinfer_backend.openai.door import Door
 from flashinfer_backend.openai.errors import ApiError, field_error, wrong_value
 from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, Event
+from flashinfer_backend.openai.items import Change, Items, named_event
 from flashinfer_backend.openai.no_effect import check_value
 from flashinfer_backend.openai.requests import ENCRYPTED_REASONING, ResponseFormat, ResponsesRequest, decode
 from flashinfer_backend.openai.sampling import Guide, guide_of
@@ -38,6 +39,11 @@ LARK = "custom with a Lark grammar"  # which nothing can keep to inside JSON
 INPUT = "input"  # of a custom tool, the one parameter of the function that the model sees in its place
 CALL_FIELDS = {"function_call": "arguments", "custom_tool_call": INPUT}
 CALL_OUTPUTS = ("function_call_output", "custom_tool_call_output")
+ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
+TEXTS = {
+    "message": "output_text",
+    "reasoning": "reasoning_text",
+}  # items' parts, and the names of their events
 ITEMS = ("message", *CALL_FIELDS, *CALL_OUTPUTS, "reasoning")
 
 
@@ -359,21 +365,16 @@ def _guide(request: ResponsesRequest) -> Guide:
     return guide_of(ResponseFormat(kind, schema or None), request, "text.format")
 
 
-class _Reply:
-    """Output items are made from the events of the one sequence: each run of a kind is an item."""
-
+class _Reply(Items):
     def __init__(
         self, turn: Turn, request: ResponsesRequest, model: str, earlier: list[dict[str, Any]]
     ) -> None:
-        self._turn, self._request, self._model = turn, request, model
+        super().__init__(turn)
+        self._request, self._model, self._earlier = request, model, earlier
         self.id, self._created = f"resp_{secrets.token_hex(16)}", int(time.time())
-        self._usage = Usage(turn.streams)
-        self._items: list[dict[str, Any]] = []
-        self._open = False  # whether the last item still grows
         self._offered = {one.tool["function"]["name"]: one for one in offered_tools(request.tools or [])}
-        self._arguments = ""  # of the latest call of a custom tool
-        self._number = 0
-        self._earlier = earlier
+        self._number = 0  # of events
+        self._finish: str | None = None
         self._store = turn.door.store if request.store is not False else None  # OpenAI's API keeps by default
 
     def _done(self) -> dict[str, Any]:
@@ -422,8 +423,7 @@ class _Reply:
 
     def _reasoning_tokens(self) -> int:
         """Number of tokens of the reasoning's text, encoded again."""
-        items = [item for item in self._items if item["type"] == "reasoning"]
-        texts = [item["content"][0]["text"] for item in items]
+        texts = [item["content"][0]["text"] for item in self._items if item["type"] == "reasoning"]
         return sum(map(len, self._turn.door.tokenizer.encode_batch(texts, False)))
 
     async def body(self) -> dict[str, Any]:
@@ -433,142 +433,97 @@ class _Reply:
 
     async def events(self) -> AsyncIterator[bytes]:
         begun = False
-        async for change in self._changes():
+        async for changes in self._changes():
             if not begun:  # once the engine has taken the request
                 begun = True
                 for kind in ("response.created", "response.in_progress"):
-                    yield self._event(kind, response={**self._response("in_progress"), "output": []})
-            if change:
-                yield self._event(change.pop("type"), **change)
+                    response = {**self._response("in_progress"), "output": []}
+                    yield self._event({"type": kind, "response": response})
+            for change in changes:
+                yield self._event(change)
         response = self._done()
-        yield self._event(f"response.{response['status']}", response=response)
+        yield self._event({"type": f"response.{response['status']}", "response": response})
 
-    def _event(self, kind: str, **fields: Any) -> bytes:
+    def _event(self, change: Change) -> bytes:
         self._number += 1
-        body = {"type": kind, "sequence_number": self._number - 1, **fields}
-        return b"event: " + kind.encode() + b"\ndata: " + encode(body) + b"\n\n"
+        return named_event({**change, "sequence_number": self._number - 1})
 
-    _finish: str | None = None
-
-    async def _changes(self) -> AsyncIterator[dict[str, Any]]:
-        """Fields of events; an empty one where there is none to send."""
-        (stream,) = self._turn.streams.all
-        answer = Answer(self._turn, stream)
-        async for _, chunk in self._turn.streams:
-            self._usage.note(stream, chunk)
-            for each in answer.take(chunk):
-                for change in self._take(each):
-                    yield change
+    async def _changes(self) -> AsyncIterator[list[Change]]:
+        async for changes, answer, _ in self._chunks():
             if answer.finish is not None:
                 self._finish = answer.finish
-                whole = answer.finish != "length" and not answer.stopped_in_call
-                for change in self._close("completed" if whole else "incomplete"):
-                    yield change
-            yield {}
+                changes += self._close(answer.finish != "length" and not answer.stopped_in_call)
+            yield changes
 
-    def _take(self, each: Event) -> list[dict[str, Any]]:
-        changes = []
-        kind = {CONTENT: "message"}.get(each.kind, "reasoning")
+    def _kind(self, each: Event) -> str:
+        if each.kind == ARGUMENTS:
+            return str(self._items[-1]["type"])
         if each.kind == CALL:
             offered = self._offered.get(each.text)
-            kind = "custom_tool_call" if offered is not None and offered.custom else "function_call"
-        elif each.kind == ARGUMENTS:
-            kind = self._items[-1]["type"]
-        if not self._open or self._items[-1]["type"] != kind or each.kind == CALL:
-            if self._items and each.kind != CALL:  # blanks between two pieces of text, which are items here
-                each = each._replace(text=each.text.lstrip())
-                if not each.text:
-                    return []
-            changes += self._close("completed")
-            changes += self._begin(kind, each)
-        item, at = self._items[-1], len(self._items) - 1
-        place = {"item_id": item["id"], "output_index": at}
-        if kind == "custom_tool_call":
-            self._arguments += each.text * (each.kind == ARGUMENTS)
-        elif each.kind == ARGUMENTS:
-            item["arguments"] += each.text
-            changes.append({"type": "response.function_call_arguments.delta", **place, "delta": each.text})
-        elif each.kind == CONTENT:
-            item["content"][0]["text"] += each.text
-            changes.append(
-                {
-                    **{"type": "response.output_text.delta", **place, "content_index": 0},
-                    **{"delta": each.text, "logprobs": []},
-                }
-            )
-        elif each.kind != CALL:
-            item["content"][0]["text"] += each.text
-            changes.append(
-                {"type": "response.reasoning_text.delta", **place, "content_index": 0, "delta": each.text}
-            )
-        return changes
+            return "custom_tool_call" if offered is not None and offered.custom else "function_call"
+        return "message" if each.kind == CONTENT else "reasoning"
 
-    def _begin(self, kind: str, each: Event) -> list[dict[str, Any]]:
-        self._open = True
-        item: dict[str, Any]
-        part: dict[str, Any] | None = None
-        if kind == "message":
-            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            item = {
-                "type": kind,
-                "id": f"msg_{secrets.token_hex(16)}",
-                "role": "assistant",
-                "content": [part],
-            }
-        elif kind in CALL_FIELDS:
-            self._arguments = ""
-            prefix = "fc" if kind == "function_call" else "ctc"
-            item = {"type": kind, "id": f"{prefix}_{secrets.token_hex(16)}", "name": each.text}
-            item[CALL_FIELDS[kind]] = ""
+    def _begin(self, kind: str, each: Event) -> list[Change]:
+        item: dict[str, Any] = {"type": kind, "id": f"{ID_PREFIXES[kind]}_{secrets.token_hex(16)}"}
+        if kind in CALL_FIELDS:
+            item |= {"name": each.text, CALL_FIELDS[kind]: ""}
             offered = self._offered.get(each.text)
             if offered is not None and (space := offered.namespace):
                 item |= {"namespace": space, "name": each.text[len(flat_name(space, "")) :]}
             item["call_id"] = each.call_id or new_call_id(self._turn.door.tool_format)
         else:
-            part = {"type": "reasoning_text", "text": ""}
-            item = {"type": kind, "id": f"rs_{secrets.token_hex(16)}", "summary": [], "content": [part]}
+            more: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
+            item |= {**more, "content": []}
         item["status"] = "in_progress"
         self._items.append(item)
-        at = len(self._items) - 1
-        shown = {**item, "content": []} if part else dict(item)
-        changes: list[dict[str, Any]] = [
-            {"type": "response.output_item.added", "output_index": at, "item": shown}
+        changes: list[Change] = [
+            {"type": "response.output_item.added", "output_index": len(self._items) - 1, "item": {**item}}
         ]
-        if part:
+        if kind in TEXTS:
             changes.append(
-                {
-                    **{"type": "response.content_part.added", "item_id": item["id"], "output_index": at},
-                    **{"content_index": 0, "part": dict(part)},
-                }
+                {"type": "response.content_part.added", **self._place(), "part": self._part(kind, "")}
             )
         return changes
 
-    def _close(self, status: str) -> list[dict[str, Any]]:
-        if not self._open:
+    def _grow(self, each: Event) -> list[Change]:
+        kind = self._items[-1]["type"]
+        if kind == "custom_tool_call":  # its input is known at its end
             return []
-        self._open = False
-        item, at = self._items[-1], len(self._items) - 1
-        item["status"] = status
-        if item["type"] == "reasoning" and ENCRYPTED_REASONING in (self._request.include or []):
-            item["encrypted_content"] = wrapped_text(item["content"][0]["text"])
-        place = {"item_id": item["id"], "output_index": at}
-        changes: list[dict[str, Any]] = []
+        what = TEXTS.get(kind, "function_call_arguments")
+        change = {"type": f"response.{what}.delta", **self._place(), "delta": each.text}
+        return [change | ({"logprobs": []} if kind == "message" else {})]
+
+    def _end(self, whole: bool) -> list[Change]:
+        item, text, place = self._items[-1], self._written, self._place()
+        item["status"] = "completed" if whole else "incomplete"
+        changes: list[Change] = []
         if item["type"] == "function_call":
-            done = {"name": item["name"], "arguments": item["arguments"]}
+            item["arguments"] = text
+            done = {"name": item["name"], "arguments": text}
             changes.append({"type": "response.function_call_arguments.done", **place, **done})
         elif item["type"] == "custom_tool_call":
-            text = item[INPUT] = _input_of(self._arguments)
+            text = item[INPUT] = _input_of(text)
             kind = "response.custom_tool_call_input"
             changes += [{"type": f"{kind}.delta", **place, "delta": text}] * bool(text)
             changes.append({"type": f"{kind}.done", **place, INPUT: text})
         else:
-            text = item["content"][0]["text"]
-            kind = "output_text" if item["type"] == "message" else "reasoning_text"
-            more: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
-            changes.append(
-                {"type": f"response.{kind}.done", **place, "content_index": 0, "text": text, **more}
-            )
-            part = {"type": "response.content_part.done", **place, "content_index": 0}
-            changes.append({**part, "part": dict(item["content"][0])})
-        changes.append({"type": "response.output_item.done", "output_index": at, "item": dict(item)})
-        return changes
+            kind = item["type"]
+            item["content"] = [self._part(kind, text)]
+            if kind == "reasoning" and ENCRYPTED_REASONING in (self._request.include or []):
+                item["encrypted_content"] = wrapped_text(text)
+            more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+            changes.append({"type": f"response.{TEXTS[kind]}.done", **place, "text": text, **more})
+            changes.append({"type": "response.content_part.done", **place, "part": self._part(kind, text)})
+        last = {"type": "response.output_item.done", "output_index": len(self._items) - 1, "item": {**item}}
+        return [*changes, last]
+
+    def _place(self) -> dict[str, Any]:
+        """Where the last item is, and in it its text."""
+        item = self._items[-1]
+        place = {"item_id": item["id"], "output_index": len(self._items) - 1}
+        return place | ({"content_index": 0} if item["type"] in TEXTS else {})
+
+    def _part(self, kind: str, text: str) -> dict[str, Any]:
+        """The one part of the content of an item."""
+        part = {"type": TEXTS[kind], "text": text}
+        return part | ({"annotations": [], "logprobs": []} if kind == "message" else {})
