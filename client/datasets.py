@@ -296,7 +296,6 @@ DATASETS = {
     "multi-turn": ("input_range", "output_range", "turns"),
     "conversations:FILE": ("turns", "max_total_tokens"),
 }
-FROM_FILE = ("sharegpt", "conversations")
 
 
 def load_prompts(
