@@ -57,6 +57,10 @@ class Running:
             if message["type"] == "http.disconnect":
                 return
             body, more = body + message.get("body", b""), message.get("more_body", False)
+        if scope["path"] == "/echo":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": body})
+            return
         if scope["path"] == "/leave":
             while (await receive())["type"] != "http.disconnect":
                 pass
@@ -118,6 +122,21 @@ def test_only_clients_of_http_1_1_get_chunks(line: bytes, body: bytes) -> None:
         head, _, got = answer(sock).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 ") and got == body
     assert (b"transfer-encoding" in head.lower()) == body.endswith(b"0\r\n\r\n")
+
+
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
+def test_a_request_that_would_rather_have_another_protocol_is_answered_with_its_body(protocol: bytes) -> None:
+    """As Java's client sends every one. A body's own lines stay."""
+    head = b"POST /echo HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nUPGRADE: " + protocol + b"\r\n"
+    body = b"a\r\nupgrade: b\r\n\r\nc"
+    with running() as server, server.connect(head + b"content-length: 18\r\n\r\n" + body) as sock:
+        got = b""
+        while body not in got:
+            got += sock.recv(4096)
+        sock.sendall(head + b"transfer-encoding: chunked\r\nconnection: close\r\n\r\n")
+        sock.sendall(b"12\r\n" + body + b"\r\n0\r\n\r\n")
+        got += answer(sock)
+    assert got.count(b"HTTP/1.1 200 ") == 2 and got.count(body) == 2
 
 
 @pytest.mark.parametrize(

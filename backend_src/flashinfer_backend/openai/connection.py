@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ MOST_HEADER_BYTES = 1 << 16  # of a request's line and headers, in addition to t
 
 # A client's request has this long to follow its connection, however many others come at the same time.
 ARRIVES_S = 0.05
+# Java's client asks for another protocol with every request, h2c, and goes on without. The parsers would take
+# the request's body to be of that protocol.
+UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 # Between two looks whether a client that sends nothing more still reads.
 FIRST_LOOK_S, LOOK_S = 0.1, 1.0
 
@@ -164,6 +168,9 @@ class Connection(asyncio.Protocol):
         if self._transport.is_closing():
             return
         in_headers = self._in_headers
+        if in_headers or not self._arriving:
+            headers, end, rest = data.partition(b"\r\n\r\n")
+            data = UPGRADE.sub(b"", headers) + end + rest
         # uvicorn's parser comes to the same, and answers.
         with contextlib.suppress(httptools.HttpParserError, httptools.HttpParserUpgrade):
             self._parser.feed_data(data)

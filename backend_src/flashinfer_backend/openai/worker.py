@@ -189,7 +189,7 @@ def _make_server(options: WorkerOptions, doors: list[Door], metrics: Metrics) ->
             metrics.error,
             ws="none",
             lifespan="off",
-            log_level="warning",
+            log_level="error",  # of warnings any client could cause any number
             access_log=False,
             server_header=False,
             timeout_keep_alive=75,
