@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # make serve            run tritonserver with the bundled model, in the
-#                       foreground, and the OpenAI API beside it
+#                       foreground, and the OpenAI API
 # make serve MODEL=smollm2  the same with SmolLM2-135M-Instruct, a small real model:
 #                       downloads 93 MB and converts them, once, into .cache/
 # make serve MODEL=DIR  the same with a checkpoint folder

@@ -182,6 +182,7 @@ def test_what_clients_of_vllm_send(client: openai.OpenAI) -> None:
     assert set(ask(allowed_token_ids=[one, 7, 7]).choices[0].token_ids) <= {one, 7}
     for wrong, words in (
         ({"allowed_token_ids": [2048]}, "allowed_token_ids holds 2048; token ids should lie in 0..2047"),
+        ({"request_id": "mine\n"}, "request_id: "),
         ({"guided_regex": "a(?=b)"}, "400 - guided_regex is not a valid regex: "),
         ({"allowed_token_ids": [one], "guided_regex": "[^ ]{3}0"}, "allowed_token_ids leaves no token"),
     ):

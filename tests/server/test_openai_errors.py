@@ -34,7 +34,7 @@ def test_bodies_paths_and_models(door: OpenAiServer) -> None:
     assert door.call(CHAT)[1]["allow"] == "POST"
     assert door.error("/v1/models/gpt-4")[3] == "model_not_found"
     assert door.error("/tokenize", {})[0] == 400
-    assert door.error("/detokenize", {"tokens": [-1]})[0] == 400
+    assert "tokens holds -1; token ids should lie in" in door.error("/detokenize", {"tokens": [7, -1]})[1]
     prompt = "word " * 3000
     _, message, param, code = door.error("/v1/completions", {"prompt": prompt})
     # LangChain looks for the one sentence, LiteLLM, and with it aider, for the other.

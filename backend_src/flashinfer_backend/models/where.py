@@ -23,7 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "name", metavar="NAME", nargs="?", default="", help="part of tensors' names; default: all"
     )
-    parser.add_argument("--tensor-parallel-size", type=whole(1), default=1, metavar="RANKS")
+    told = "also print the part of each of RANKS ranks (default: 1)"
+    parser.add_argument("--tensor-parallel-size", type=whole(1), default=1, metavar="RANKS", help=told)
     options = parser.parse_args(argv)
     size = options.tensor_parallel_size
     try:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
+from msgspec import inspect as info
 
 from flashinfer_backend.core.bounds import MOST_CHOICES, MOST_TOP_LOGPROBS, MOST_WORD
 from flashinfer_backend.core.values import INT32_MAX, shown
@@ -35,7 +36,7 @@ Temperature = Annotated[float, Meta(ge=0.0, le=MOST)]
 TopP = Annotated[float, Meta(gt=0.0, le=1.0)]
 TopK = Annotated[int, Meta(ge=-1, le=INT32_MAX)]
 # The answer's id, and a header of it.
-RequestId = Annotated[str, Meta(pattern=r"^[!-~]{1,180}$")]
+RequestId = Annotated[str, Meta(pattern=r"^[!-~]{1,180}$(?!\n)")]  # a header has it
 TopLogProbs = Annotated[int, Meta(ge=0, le=MOST_TOP_LOGPROBS)]
 Factor = Annotated[float, Meta(ge=LEAST, le=MOST)]
 
@@ -447,7 +448,7 @@ class _Named(msgspec.Struct):
 
 def model_of(body: bytes) -> str:
     """The model that a body names; empty where it names none. Raises ApiError."""
-    with _worded():
+    with _worded(_Named):
         name = msgspec.json.decode(body, type=_Named).model
     check_size(_Named, "model", len(name.encode(errors="replace")))
     return name
@@ -455,26 +456,26 @@ def model_of(body: bytes) -> str:
 
 def decode(kind: type[Body], body: bytes) -> Body:
     """A request's body, within its bounds. Raises ApiError that names the field which is wrong."""
-    with _worded():
+    with _worded(kind):
         decoded = msgspec.json.decode(bounded(kind, body), type=kind)
     check_items(decoded)
     return decoded
 
 
 @contextmanager
-def _worded() -> Iterator[None]:
+def _worded(kind: type[msgspec.Struct]) -> Iterator[None]:
     """Has msgspec's errors as ApiError."""
     try:
         yield
     except msgspec.ValidationError as error:
-        raise _error(str(error)) from None
+        raise _error(kind, str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(f"the body is not valid JSON: {error}") from None
     except RecursionError:
         raise ApiError("the body's JSON is nested too deeply") from None
 
 
-def _error(text: str) -> ApiError:
+def _error(kind: type[msgspec.Struct], text: str) -> ApiError:
     if found := _UNKNOWN.match(text):
         place = _place(found)
         return ApiError(f"Unrecognized request argument supplied: {place}", param=place)
@@ -482,8 +483,22 @@ def _error(text: str) -> ApiError:
         place = _place(found)
         return field_error(place, "is missing", code="missing_required_parameter")
     if found := _WRONG.fullmatch(text):
-        return ApiError(f"{found[2]}: {found[1]}", param=found[2])
+        known = _words(kind, found[2]) if found[1].startswith("Invalid enum value") else ""
+        return ApiError(f"{found[2]}: {found[1]}{known and '; it should be '}{known}", param=found[2])
     return ApiError(text)
+
+
+def _words(kind: type[msgspec.Struct], place: str) -> str:
+    """The words that a field of a request, or of an object in it, can have."""
+    types: list[info.Type] = [info.type_info(kind)]
+    for name in re.findall("[a-z_]+", place):
+        structs = [each for each in types if isinstance(each, info.StructType)]
+        types = [field.type for each in structs for field in each.fields if field.encode_name == name]
+        types = [each for found in types for each in getattr(found, "types", (found,))]
+        types = [getattr(each, "item_type", each) for each in types]
+    return " or ".join(
+        str(word) for each in types if isinstance(each, info.LiteralType) for word in each.values
+    )
 
 
 def _place(found: re.Match[str]) -> str:

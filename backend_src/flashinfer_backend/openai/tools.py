@@ -105,13 +105,13 @@ def read_tools(
 
 
 def _function(tool: Mapping[str, Any], place: str) -> dict[str, Any]:
-    function = tool.get("function")
-    if tool.get("type") != "function" or not isinstance(function, dict):
-        raise ApiError(
-            f"{place.removesuffix('.function')} is of type {shown(tool.get('type'))}; only functions are"
-            ' supported: {"type": "function", "function": {"name": ...}}',
-            param="tools",
-        )
+    function, own = tool.get("function"), place.removesuffix(".function")
+    if (kind := tool.get("type")) != "function":
+        told = f"{own}.type is {shown(kind)}; only functions are supported"
+        raise ApiError(told + ': {"type": "function", "function": {"name": ...}}', param="tools")
+    if not isinstance(function, dict):
+        told = f"{own}.function is {shown(function)}; it should be an object with a name"
+        raise ApiError(told, param="tools")
     name, parameters = function.get("name"), function.get("parameters")
     allowed = {*string.ascii_letters, *string.digits, *"_-."}
     if not isinstance(name, str) or not name or len(name) > MOST_NAME or set(name) - allowed:

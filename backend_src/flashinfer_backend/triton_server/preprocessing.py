@@ -23,7 +23,7 @@ from flashinfer_backend.triton_server.standstill import Standstill
 Tensors = dict[str, np.ndarray]
 
 REFUSED = {
-    "DECODER_QUERY": "encoder-decoder models",
+    "DECODER_QUERY": "text for a decoder",
     "IMAGE_BYTES": "images",
     "IMAGE_URL": "images",
     "VIDEO_BYTES": "videos",

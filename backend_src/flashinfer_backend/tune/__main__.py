@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures what is fastest on this GPU for a model's shape, and writes it to a file: docs/tuning.md.
 
-Products of 16 bits, in FP8 and of 4 bits, mixtures of experts, or with --decode-attention that alone.
-DIR needs a config.json only: weights are random, in the format that it names. FILE is read first if it is
-there, so that the numbers of several shapes gather in it; else the numbers of this device that come with the
-package are where it begins, or else the generic ones.
+It measures products in 16 bits, FP8 and 4 bits, and mixtures of experts; with --decode-attention
+that alone. DIR needs only a config.json: weights are random, in the format that it names. Numbers
+of several shapes gather in one FILE. A new one begins with this device's numbers in the package, or
+else with the generic ones.
 """
 
 from __future__ import annotations
@@ -65,9 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="sizes of steps, such as 16,32,64: fields are chosen for these alone, and the gated kernel's"
         " numbers stay",
     )  # fmt: skip
-    parser.add_argument("--layers", type=whole(1), help="how many of the model's layers")
+    parser.add_argument("--layers", type=whole(1), metavar="N", help="only N of the model's layers")
     parser.add_argument(
-        "--seconds", type=some_seconds, help="after which what is not measured keeps its numbers"
+        "--seconds",
+        type=some_seconds,
+        metavar="S",
+        help="what is not measured after S seconds keeps its numbers",
     )
     options = parser.parse_args(argv)
     try:
