@@ -200,20 +200,6 @@ def test_ensemble_maps_only_declared_tensors():
 # ---- what is written
 
 
-def test_max_batch_size_goes_to_all_models(build, tmp_path):
-    assert build("--set", "triton_max_batch_size=2048")[0] == 0
-    for model in ("ensemble", "preprocessing", "llm", "postprocessing"):
-        assert read(tmp_path / "repo", model).max_batch_size == 2048
-    for model in ("preprocessing", "llm"):
-        assert list(read(tmp_path / "repo", model).dynamic_batching.preferred_batch_size) == [2048]
-
-
-def test_batches_of_llm_may_be_smaller(build, tmp_path):
-    assert build("--set", "llm_preferred_batch_size=1")[0] == 0
-    for model, sizes in (("preprocessing", [256]), ("llm", [1])):
-        assert list(read(tmp_path / "repo", model).dynamic_batching.preferred_batch_size) == sizes
-
-
 def test_ensemble_without_report_outputs(build, tmp_path):
     assert build("--set", "ensemble_report_outputs=false")[0] == 0
     kept = [
@@ -256,46 +242,6 @@ def test_log_probs_of_streams_follow_the_name_of_the_llm_model(build, tmp_path, 
     assert get_field(read(tmp_path / "repo", name), "parameters.streamed_log_probs") == expected
 
 
-def test_names_and_spellings_of_tensorrt_llm(build, tmp_path, checkpoint):
-    status, _, err = build(
-        "--set", "decoupled_mode=False", "enable_kv_cache_reuse=0", "exclude_input_in_output=TRUE",
-        "batching_strategy=inflight_batching", "kv_cache_free_gpu_mem_fraction=0.50", "max_queue_size=7",
-        "max_queue_delay_microseconds=1000", "preprocessing_instance_count=3", "max_beam_width=1",
-        "decoding_mode=top_k_top_p", "triton_backend=python", "accumulate_tokens=False",
-        "logits_datatype=TYPE_FP32", "multi_block_mode=True",
-    )  # fmt: skip
-    assert (status, err) == (0, "")
-    llm, pre = read(tmp_path / "repo", "llm"), read(tmp_path / "repo", "preprocessing")
-    assert llm.HasField("model_transaction_policy") and not llm.model_transaction_policy.decoupled
-    texts = {name: parameter.string_value for name, parameter in llm.parameters.items()}
-    assert texts["enable_kv_cache_reuse"] == "false" and texts["exclude_input_in_output"] == "true"
-    assert texts["gpt_model_type"] == "inflight_batching"
-    assert texts["kv_cache_free_gpu_mem_fraction"] == "0.5"
-    assert texts["max_queue_size"] == "7"
-    assert texts["tokenizer_dir"] == texts["model_dir"] == str(checkpoint)
-    for config in (llm, pre):
-        assert config.dynamic_batching.default_queue_policy.max_queue_size == 7
-        assert config.dynamic_batching.max_queue_delay_microseconds == 1000
-    assert pre.instance_group[0].count == 3
-    assert pre.parameters["tokenizer_dir"].string_value == str(checkpoint)
-
-
-def test_llm_name(build, tmp_path):
-    assert build("--llm-name", "tensorrt_llm")[0] == 0
-    repo = tmp_path / "repo"
-    assert sorted(path.name for path in repo.iterdir() if path.is_dir()) == [
-        "ensemble", "postprocessing", "preprocessing", "tensorrt_llm",
-    ]  # fmt: skip
-    assert read(repo, "tensorrt_llm").name == "tensorrt_llm"
-    assert [step.model_name for step in read(repo, "ensemble").ensemble_scheduling.step] == [
-        "preprocessing", "tensorrt_llm", "postprocessing",
-    ]  # fmt: skip
-    assert read(repo, "postprocessing").parameters["llm_model_name"].string_value == "tensorrt_llm"
-    assert (repo / "tensorrt_llm" / "1" / "model.py").read_bytes() == (
-        MODEL_REPO / "llm" / "1" / "model.py"
-    ).read_bytes()
-
-
 def test_profile_and_set(build, tmp_path):
     profile = tmp_path / "fast.toml"
     profile.write_text(
@@ -320,12 +266,6 @@ def test_header_names_the_command_and_python_files_are_copied(build, tmp_path, c
         assert head[0].startswith("# Generated")
         assert head[1] == f"#   .venv/bin/python build.py --model {checkpoint} --set max_num_seqs=8"
         assert (tmp_path / "repo" / model / "1").is_dir()
-
-
-def test_same_inputs_give_the_same_bytes(build, tmp_path):
-    build("--set", "max_num_seqs=8", output=tmp_path / "a")
-    build("--set", "max_num_seqs=8", output=tmp_path / "b")
-    assert snapshot(tmp_path / "a") == snapshot(tmp_path / "b")
 
 
 def test_rebuild_replaces_its_own_output_as_a_whole(build, tmp_path):

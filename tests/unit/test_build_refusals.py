@@ -93,14 +93,8 @@ def test_all_problems_are_listed_at_once(refused):
 
 
 CHECKPOINT_REFUSALS = [
-    ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported; "),
-    ({"torch_dtype": "int8"}, "dtype 'int8' is not supported"),
-    ({"quantization_config": {"quant_method": "gptq", "bits": 3}},
-     "quantization_config 'gptq' with bits 3 is not supported"),
     ({"num_attention_heads": None}, "num_attention_heads is null; it should be an integer of at least 1"),
     ({"max_position_embeddings": "4096"}, 'max_position_embeddings is "4096"; it should be an integer'),
-    ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
-     "quantization_config 'modelopt' with quant_algo 'NVFP4' is not supported; served are FP8"),
     ({"num_key_value_heads": 2.0}, "num_key_value_heads is 2.0; it should be an integer of at least 1"),
     ({"head_dim": -64}, "head_dim is -64; it should be an integer of at least 1"),
     ({"architectures": ["MistralForCausalLM"], "sliding_window": "4096"},
@@ -129,13 +123,6 @@ def test_a_quantised_checkpoint_is_not_quantised_again(refused, build, tmp_path)
     assert build(model=folder)[0] == 0
 
 
-def test_a_window_that_engines_disagree_on_bounds_max_seq_len(refused, build, tmp_path):
-    folder = write_checkpoint(tmp_path / "windowed", sliding_window=1024)
-    assert "set max_seq_len to at most 1024" in refused("--set", "max_seq_len=1025", model=folder)
-    assert build("--set", "max_seq_len=1024", model=folder)[0] == 0
-    assert build(model=folder)[0] == 0  # auto takes the window
-
-
 def test_head_dim_without_flashinfer_attention(refused, build, tmp_path):
     folder = write_checkpoint(tmp_path / "narrow", head_dim=32)
     err = refused("--set", "attention_backend=fa2", model=folder)
@@ -155,25 +142,6 @@ def test_incomplete_checkpoint(refused, tmp_path, missing, text):
     folder = write_checkpoint(tmp_path / "bad")
     (folder / missing).unlink()
     assert text in refused(model=folder)
-
-
-@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_model.bin"])
-@pytest.mark.parametrize("base", [True, False])
-def test_adapters_are_not_left_out_without_a_word(refused, tmp_path, name, base):
-    folder = write_checkpoint(tmp_path / "tuned")
-    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    (folder / name).write_bytes(b"")
-    if not base:  # as peft saves an adapter
-        (folder / "config.json").unlink()
-    assert f"has an adapter ({name}; LoRA, for one), which is no model: name" in refused(model=folder)
-
-
-def test_missing_shard(refused, tmp_path):
-    folder = write_checkpoint(tmp_path / "bad")
-    (folder / "model.safetensors").rename(folder / "a.safetensors")
-    index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "lacks b.safetensors, which model.safetensors.index.json names" in refused(model=folder)
 
 
 def test_paths_that_the_server_could_not_open(refused, build, tmp_path):

@@ -49,6 +49,10 @@ KINDS = {
         "take the 16-bit checkpoint",
     ),
     "adapter": ({**NO_CONFIG, "adapter_config.json": "{}"}, {}, "has an adapter (adapter_config", "merge"),
+    "adapter beside a checkpoint": (
+        {"adapter_config.json": "{}", "adapter_model.bin": ""}, {}, "has an adapter (adapter_model.bin; LoRA",
+        "name",
+    ),
     "mlx adapter": ({**NO_CONFIG, "adapters.safetensors": ""}, {}, "has an adapter (adapters.saf", "merge"),
     "multimodal": (
         {}, {"architectures": ["InternVLForConditionalGeneration"], "vision_config": {"depth": 32}},

@@ -3,14 +3,10 @@
 
 from __future__ import annotations
 
-from flashinfer_backend.worker.graphs import MIXED_SIZES, fastest_sizes
+from flashinfer_backend.worker.graphs import fastest_sizes
 
 
 def test_more_padding_where_it_is_faster():
     assert fastest_sizes([8, 16, 32, 64], [1.0, 2.0, 4.0, 3.0]) == [8, 16, 64, 64]
     assert fastest_sizes([8, 16, 32], [3.0, 2.0, 1.0]) == [32, 32, 32]
     assert fastest_sizes([8, 16, 32], [1.0, 2.0, 3.0]) == [8, 16, 32]
-
-
-def test_sizes_ascend():
-    assert sorted(set(MIXED_SIZES)) == MIXED_SIZES

@@ -148,14 +148,6 @@ def windows(spec: ModelSpec) -> list[int | None]:
     return [layer.mixer.window for layer in spec.layers]
 
 
-def test_a_model_computes_no_more_positions_than_it_has(tmp_path):
-    config = read_spec(make_checkpoint("mistral", tmp_path, sliding_window=40))
-    Transformer(config, torch_ops, "float32", "cpu", max_seq_len=512)
-    assert config.longest_seq_len == 512
-    with pytest.raises(ValueError, match="above the checkpoint's max_position_embeddings 512"):
-        config.check_max_seq_len(513)
-
-
 @pytest.mark.parametrize(
     "change", [{}, {"sliding_window": None}, {"sliding_window": 100}, {"layer_types": ["full_attention"] * 2}]
 )
@@ -166,13 +158,6 @@ def test_mistral_without_the_key_has_the_window_of_transformers(tmp_path, change
     (path / "config.json").write_text(json.dumps(written | change))
     theirs = transformers.AutoConfig.from_pretrained(path).sliding_window
     assert windows(read_spec(path)) == [theirs] * 2
-
-
-@pytest.mark.parametrize(("use", "window"), [(False, None), (True, 40)])
-def test_qwen_window_counts_only_where_used(tmp_path, use, window):
-    options = {"use_sliding_window": use, "sliding_window": 40, "max_window_layers": 1}
-    path = make_checkpoint("qwen2", tmp_path, **options)
-    assert windows(read_spec(path)) == [None, window]
 
 
 def test_keys_that_change_nothing_are_accepted(tmp_path):

@@ -4,8 +4,6 @@ tokens."""
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from torch import Tensor
@@ -82,38 +80,6 @@ def test_rows_of_any_length_compute_the_recurrence(decodes: int) -> None:
         torch.testing.assert_close(states[slot], last, rtol=1e-4, atol=1e-5)
     others = [slot for slot in range(len(states)) if slot not in slots.tolist()]
     assert torch.equal(states[others], before[others])
-
-
-def test_chunks_are_those_of_the_reference() -> None:
-    inputs = token_inputs(200)
-    states = torch.randn(1, VALUE_HEADS, KEY_DIM, VALUE_DIM)
-    options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True, "initial_state": states.clone()}
-    batch = (x.unsqueeze(0) for x in inputs)
-    expected, last = reference.torch_chunk_gated_delta_rule(*batch, **options)
-    out = torch_delta.gated_delta_rule(*inputs, states, words(0), words(0, 200))
-    torch.testing.assert_close(out, expected[0], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(states, last, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("cut", CUTS)
-def test_a_row_goes_on_where_the_last_one_was_cut(cut: int) -> None:
-    inputs, x = token_inputs(130), torch.randn(130, CHANNELS)
-    weight = torch.randn(CHANNELS, WIDTH)
-    results = []
-    for edges in ([0, 130], [0, cut, 130], [0, cut, cut + 1, 130]):
-        states = torch.zeros(2, VALUE_HEADS, KEY_DIM, VALUE_DIM)
-        conv_states = torch.zeros(2, CHANNELS, WIDTH - 1)
-        parts = []
-        for start, end in itertools.pairwise(edges):
-            row = words(1), words(0, end - start), int(end - start == 1)
-            rule = torch_delta.gated_delta_rule(*(y[start:end] for y in inputs), states, *row)
-            convolved = torch_delta.causal_conv(x[start:end], weight, conv_states, *row)
-            parts.append((rule, convolved))
-        results.append((*(torch.cat(each) for each in zip(*parts, strict=True)), states, conv_states))
-    for other in results[1:]:
-        for found, whole in zip(other, results[0], strict=True):
-            torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-5)
-    assert torch.equal(results[0][-1][1], x[-WIDTH + 1 :].t())
 
 
 @pytest.mark.parametrize("decodes", [0, 2])

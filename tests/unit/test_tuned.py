@@ -12,11 +12,8 @@ from msgspec.structs import replace
 
 from flashinfer_backend.attention import split
 from flashinfer_backend.core import tuned
-from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.core.tuned import ROLES, BlockTile, Entry, Tiling, Tuned, find, steps
-from flashinfer_backend.models.spec import Experts
-from flashinfer_backend.ops import cublas, cuda_experts, device, fp8, gated_linear, tilings
-from specs import EXPERTS, bundled
+from flashinfer_backend.ops import cublas, device, gated_linear, tilings
 from tables import entries, measured
 
 LLAMA_8B: dict[tuned.Role, tuned.Shape] = {
@@ -26,7 +23,6 @@ LLAMA_8B: dict[tuned.Role, tuned.Shape] = {
     "down": (4096, 14336),
     "head": (128256, 4096),
 }
-TOKENS = (*range(1, 65), *range(72, 1025, 8), 2048, 4096)
 FILES = sorted(tuned.FOLDER.glob("*.json"))
 
 
@@ -57,55 +53,6 @@ def test_choices_for_a_device_are_the_measured_ones(name, stages, expected):
         every = [choices(tokens) for tokens in range(1, 2049)]
         assert choices(16)[0] == [16, 64, 256, 1, stages, 4, True, 32768, True, True, False]
     assert hashlib.sha256(msgspec.json.encode(every)).hexdigest()[:16] == expected
-
-
-QWEN_30B = {
-    "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-    "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8,
-}  # fmt: skip
-LLAMA_70B = {
-    "hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128,
-    "vocab_size": 128256, "intermediate_size": 28672,
-}  # fmt: skip
-LLAMA_8B_CONFIG = LLAMA_70B | {"hidden_size": 4096, "num_attention_heads": 32, "intermediate_size": 14336}
-
-
-@pytest.mark.parametrize(
-    ("keys", "ranks", "h200", "h100"),
-    [
-        (LLAMA_8B_CONFIG, 1, "324e46c84c8a2718", "5897f5ded6c688d2"),
-        (LLAMA_70B, 2, "835836f302e6d760", "835836f302e6d760"),
-        (EXPERTS | QWEN_30B, 1, "3991204ba4220ea2", "3991204ba4220ea2"),
-    ],
-    ids=["8B", "70B/2", "30B-A3B"],
-)
-def test_choices_for_a_models_products_are_the_measured_ones(keys, ranks, h200, h100, monkeypatch):
-    """A digest of what each product of a model takes, in any format: its role and its shape find it."""
-    spec = bundled(**keys).share(Shard(0, ranks))
-    monkeypatch.setattr(device, "sms", lambda: 132)
-    products = [product for product in spec.products if product.role and not product.experts]
-
-    def chosen(tokens: int) -> list[object]:
-        found: list[object] = []
-        for product in products:
-            role, shape = product.role, product.shape
-            dense, e4m3 = (torch.empty(shape, device="meta", dtype=dtype) for dtype in (None, fp8.E4M3))
-            found += [tilings.choose(role, tokens, dense), tilings.choose(role, tokens, e4m3)]
-            found += [cublas.takes_lt(*shape, tokens), tilings.choose_blocks(role, tokens, shape[0])]
-            found.append(tilings.choose_int4(role, tokens, *shape))
-        found = [
-            msgspec.structs.astuple(each) if isinstance(each, msgspec.Struct) else each for each in found
-        ]
-        if isinstance(spec.mlp, Experts):
-            pairs = tokens * spec.mlp.per_token // spec.mlp.count
-            scales: tuple[tuned.Scales, ...] = ("none", "rows", "blocks")
-            found += [cuda_experts.choose(pairs, each) for each in scales]
-        return found
-
-    for name, digest in {"NVIDIA H200": h200, "NVIDIA H100 80GB HBM3": h100}.items():
-        with device.use(measured(name)):
-            every = [each for tokens in TOKENS for each in chosen(tokens)]
-        assert hashlib.sha256(msgspec.json.encode(every)).hexdigest()[:16] == digest
 
 
 def test_a_device_that_nobody_has_measured_takes_cublas():
