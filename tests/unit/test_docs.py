@@ -146,6 +146,8 @@ def test_options_of_commands_exist(page):
         known = "\n".join(file.read_text(encoding="utf-8") for file in files)
         if "add_engine_options(" in known:
             known += (ROOT / "perf_configs/engine_start.py").read_text(encoding="utf-8")
+        if "from scheduler_walk import" in known:
+            known += (ROOT / "tests/reliability/scheduler_walk.py").read_text(encoding="utf-8")
         for option in (word.partition("=")[0] for word in arguments if word.startswith("--")):
             names = (option, option.replace("--no-", "--", 1))  # of a switch, both ways
             assert any(f'"{name}"' in known for name in names), f"{option} in {shlex.join(words)}"
