@@ -49,15 +49,18 @@ class Measured:
 def read(path: Path, name: str | None = None) -> list[Measured]:
     """The runs of a result file of either form. Raises ValueError for another file."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        runs = document.get("runs", [document])
-        machines = document.get("machines", {})
-        labels = configurations.labels(run for run in runs if "row" in run)
-        return [_measured(run, machines, labels, name) for run in runs]
+        return runs_of(json.loads(path.read_text(encoding="utf-8")), name)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except (AttributeError, KeyError, TypeError, ValueError):
         raise ValueError(f"{path} holds no results of client bench or perf_configs.run") from None
+
+
+def runs_of(document: dict[str, Any], name: str | None = None) -> list[Measured]:
+    """Those of a file's content. name: what the server is called."""
+    runs = document.get("runs", [document])
+    labels = configurations.labels(run for run in runs if "row" in run)
+    return [_measured(run, document.get("machines", {}), labels, name) for run in runs]
 
 
 def _measured(
@@ -70,7 +73,7 @@ def _measured(
         label = labels[configurations.base_label(run), configurations.configuration(run)]
         command = f"{run['command']} {run['knobs']} {run.get('flags') or ''}"
         command = " ".join([command, *(f"{k}={v}" for k, v in (run.get("environment") or {}).items())])
-        server = f"{run['server']} {run['version']}, commit {run['commit']}"
+        server = f"{run['server']} {run['version']}, commit {run['commit']}, {_settings(run)}"
         facts, slots = machines[run["machine"]], run.get("load", {}).get("max_concurrency")
     else:
         label, server, command = run["label"], run["server"], run["command"]
@@ -98,9 +101,26 @@ def _measured(
     )
 
 
+def _settings(run: dict[str, Any]) -> str:
+    """How a server of perf_configs.run was started, as far as that was recorded."""
+    seconds = run["start_seconds"]
+    parts = ["running already" if seconds is None else f"up in {seconds:.0f} s"]
+    if checkpoint := run.get("checkpoint"):
+        parts.append(f"checkpoint {checkpoint['name']} (config.json {checkpoint['config_sha256']})")
+    if profile := run.get("profile"):
+        parts.append(f"profile {profile['name']} ({profile['sha256']})")
+    if (size := run.get("tensor_parallel_size") or 1) > 1:
+        parts.append(f"{size} GPUs")
+    if run.get("load_format", "dummy") == "auto":
+        parts.append("the checkpoint's weights")
+    return ", ".join(parts)
+
+
 def _facts(facts: dict[str, Any]) -> str:
     """A machine in one line."""
-    gpus = facts.get("gpus") or ([] if facts.get("gpu", "none") == "none" else [facts["gpu"]])
+    gpus = facts.get("gpus") or []
+    if facts.get("gpu", "none") != "none":  # of perf_configs.run
+        gpus = [f"{facts['gpu']} ({facts['gpu_memory']}, driver {facts['driver']})"]
     words = [*gpus] or ["no GPU"]
     words += [facts["processor"]] if "processor" in facts else []
     words += [f"{facts['cores']} cores"]

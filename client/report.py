@@ -169,28 +169,33 @@ EXPLAINED = (
 )
 
 
-def _markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = ["", "| " + " | ".join(head) + " |", "|---|---" + "|---:" * (len(head) - 2) + "|"]
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: str = ":") -> list[str]:
+    """Columns from the third on are numbers, unless `numbers` is empty."""
+    lines = ["", "| " + " | ".join(head) + " |", "|---|---" + f"|---{numbers}" * (len(head) - 2) + "|"]
     return lines + ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
 
 
 def markdown(runs: Sequence[Measured], title: str) -> str:
     """The table, notes, machines, versions and commands."""
-    lines = [f"# {title}", "", *(f"* {note}" for note in notes(runs)), "", EXPLAINED]
-    lines += [*_markdown_table(*table(runs)), *_markdown_table(*times_table(runs))]
+    return "\n".join([f"# {title}", *sections(runs)]) + "\n"
+
+
+def sections(runs: Sequence[Measured]) -> list[str]:
+    """The lines of all of it behind the title."""
+    lines = ["", *(f"* {note}" for note in notes(runs)), "", EXPLAINED]
+    lines += [*markdown_table(*table(runs)), *markdown_table(*times_table(runs))]
     medians_head, medians_rows = medians(runs)
     if medians_rows:
-        lines += ["", f"## {MEDIANS}", "", MEDIANS_EXPLAINED, *_markdown_table(medians_head, medians_rows)]
+        lines += ["", f"## {MEDIANS}", "", MEDIANS_EXPLAINED, *markdown_table(medians_head, medians_rows)]
     if found := troubles(runs):
         lines += ["", f"## {TROUBLES}", "", *(f"* {line}" for line in found)]
     power_head, power_rows = power_table(runs)
     if power_rows:
-        lines += ["", "## Power and clocks", "", "| " + " | ".join(power_head) + " |"]
-        lines += ["|" + "---|" * len(power_head), *("| " + " | ".join(row) + " |" for row in power_rows)]
+        lines += ["", "## Power and clocks", *markdown_table(power_head, power_rows, "")]
     lines += ["", "## Measured with", ""]
     for label, server, machine, command in origins(runs):
         lines += [f"* **{label}**: {server}. {machine}.", f"  `{command}`"]
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def _variables(colours: dict[str, str]) -> str:

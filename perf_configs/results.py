@@ -19,13 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from client import machine as here
+from client import report
 from client.configurations import Configuration, base_label, configuration, labels
-from client.device_log import COLUMNS, NO_GPU, describe
+from client.measured import runs_of
 from client.scenarios import Requirement, Scenario
 
 OURS, PEER = "ours", "vllm"  # PEER: whom a report without any other compares with
 OWN = (OURS, "ours-openai")  # this backend's doors; each is compared with every peer
 PACKAGES = ("torch", "flashinfer-python", "numpy", "aiohttp", "uvloop")
+ALL_RUNS = "## All runs"
+RATIO = (
+    "Ratio is ours / the peer's; lower is better for times. Of several runs: the median (lowest to highest)."
+)
 Run = dict[str, Any]
 Document = dict[str, Any]
 Key = tuple[str, str, Configuration, str, float, int]
@@ -175,8 +180,9 @@ class Repeats:
         """The median, with the lowest and the highest of several."""
         values = self.values(metric)
         if len(values) < 2:
-            return _number(values[0] if values else None)
-        return f"{_number(self.median(metric))} ({_number(min(values))} to {_number(max(values))})"
+            return report.number(values[0] if values else None)
+        low, high = report.number(min(values)), report.number(max(values))
+        return f"{report.number(self.median(metric))} ({low} to {high})"
 
 
 def points(document: Document) -> dict[tuple[str, float], dict[str, list[Repeats]]]:
@@ -269,50 +275,38 @@ def _of_the_same_model(variants: Sequence[Repeats], ours: Repeats | None) -> Seq
 
 
 def markdown(document: Document, scenarios: dict[str, Scenario]) -> str:
-    """Requirements with ratio and verdict, every run's numbers, power and clocks, machines, versions and
-    commands."""
+    """Requirements with ratio and verdict, what `client report` writes of the runs, and what the machines and
+    the load generator could do."""
     found, named = points(document), Labels(document)
     servers_seen = {run["server"] for run in document["runs"]}
     peers = sorted(servers_seen - set(OWN)) or [PEER]
     doors = {named.of(run): run for run in document["runs"] if run["server"] in OWN}
-    several = any(
-        len(v.runs) > 1 for servers in found.values() for variants in servers.values() for v in variants
-    )
-    lines = ["# Benchmark results", "", "Ratio is ours / the peer's; lower is better for times."]
-    if several:
-        lines[-1] += " Several runs: their median (lowest to highest)."
+    lines = [
+        "# Benchmark results",
+        "",
+        "Ratio is ours / the peer's; lower is better for times. Several runs:",
+    ]
+    lines[-1] += " their median (lowest to highest)."
     for door, peer in ((door, peer) for door in sorted(doors) or [OURS] for peer in peers):
         table = _comparison(found, scenarios, door, doors.get(door, {"server": OURS}), peer)
         if table:
             title = f"## Against {peer}" if door == OURS else f"## {door} against {peer}"
             head = f"| row | scenario | metric | {door} | {peer} | ratio | required | result |"
-            lines += ["", title, "", head, "|---|---|---|---:|---:|---:|---|---|", *table]
-    if several:
-        lines += _medians(found)
-    lines += _all_runs(document, several, named)
-    lines += ["", "## Failures", ""] if any(run["summary"]["failed"] for run in document["runs"]) else []
-    for run in document["runs"]:
-        for message, count in run["summary"]["errors"].items():
-            lines.append(f"* row {run['row']}, {named.of(run)}: {count} x {message}")
-    for run in document["runs"]:
-        if other := run["summary"].get("requests_with_other_prompt_length"):
-            text = f"{other} prompts had another number of tokens by the server's count than by the client's"
-            lines += ["", f"Row {run['row']}, {named.of(run)}: {text}."]
-    lines += _devices(document, named)
-    lines += ["", "## Machines and servers", ""]
-    for identity, facts in document["machines"].items():
-        packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items())
-        lines.append(f"* `{identity}`: {facts['gpu']} ({facts['gpu_memory']}, driver {facts['driver']}), "
-                     f"{facts['cores']} cores, Python {facts['python']}, {packages}")  # fmt: skip
-        floors = [run["floor"] for run in document["runs"] if run["machine"] == identity and run.get("floor")]
-        for text in dict.fromkeys(map(describe_floor, floors)):
-            lines.append(f"  * its own floor: {text}")
-    settings = {(named.of(r), r["version"], r["commit"], r["start_seconds"], r["command"], r["knobs"],
-                 r.get("flags", ""), _what(r)): None for r in document["runs"]}  # fmt: skip
-    for server, version, commit, seconds, command, knobs, flags, what in settings:
-        started = "running already" if seconds is None else f"up in {seconds:.0f} s"
-        lines.append(f"* {server} (version {version}, benchmark commit {commit}, {started}{what}): "
-                     f"`{' '.join(command.split())}` {f'{knobs} {flags}'.strip()}".rstrip())  # fmt: skip
+            lines += ["", title, "", head, "|---|---|---|---:|---:|---:|---:|---|", *table]
+    runs = runs_of(document)
+    lines += ["", ALL_RUNS, *report.sections(runs), "", "## What the machine and the load generator could do"]
+    head = ["server", "load", "floor of TPOT, ms", "send delay P99, ms", "busiest worker"]
+    rows = []
+    for each, run in zip(runs, document["runs"], strict=True):
+        floor, summary = run.get("floor", {}).get("tpot_ms"), run["summary"]
+        numbers = report.number(floor), report.number(summary["p99_send_delay_ms"])
+        rows.append([each.label, each.load, *numbers, f"{summary['busiest_worker_cpu']:.0%}"])
+    floors = [describe_floor(run["floor"]) for run in document["runs"] if run.get("floor")]
+    lines += [
+        *report.markdown_table(head, rows),
+        "",
+        *(f"* its own floor: {text}" for text in dict.fromkeys(floors)),
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -364,91 +358,3 @@ def describe_floor(floor: dict[str, Any]) -> str:
         f"copy {floor['copy_bytes_per_s'] / 1e12:.3g} TB/s (read and written), product {floor['product']} "
         f"{floor['flops_per_s'] / 1e12:.3g} TFLOP/s on {floor['device']}"
     )
-
-
-def _medians(found: dict[tuple[str, float], dict[str, list[Repeats]]]) -> list[str]:
-    """A line for each point of each variant."""
-    columns = ["row", "server", "req/s offered", "runs", "out tok/s", "TTFT ms median", "TTFT ms P99"]
-    columns += ["TPOT ms median", "TPOT ms P99"]
-    metrics = ("output_tokens_per_s", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms")
-    lines = ["", "## Medians of several runs", "", "| " + " | ".join(columns) + " |"]
-    lines += ["|---|---|---:|---:|---:|---:|---:|---:|---:|"]
-    for (row, rate), servers in found.items():
-        for each in (each for variants in servers.values() for each in variants):
-            cells = [row, each.label, f"{rate:g}", str(len(each.runs)), *map(each.text, metrics)]
-            lines.append("| " + " | ".join(cells) + " |")
-    return lines
-
-
-def _all_runs(document: Document, several: bool, named: Labels) -> list[str]:
-    columns = [
-        "row",
-        "server",
-        "req/s offered",
-        *(["run"] if several else []),
-        "requests",
-        "failed",
-        "out tok/s",
-    ]
-    columns += ["TTFT ms median / P90 / P99", "TPOT ms median / P99", "ITL ms median / P99"]
-    columns += ["floor of TPOT", "send delay P99 ms", "busiest worker"]
-    align = "|---|---|---:" + ("|---:" if several else "") + "|---:|---:|---:|---|---|---|---:|---:|---:|"
-    lines = ["", "## All runs", "", "| " + " | ".join(columns) + " |", align]
-    for run in document["runs"]:
-        s = run["summary"]
-        spread = {
-            name: " / ".join(_number(s[f"{which}_{name}_ms"]) for which in whichs)
-            for name, whichs in (("ttft", ("median", "p90", "p99")), ("tpot", ("median", "p99")),
-                                 ("itl", ("median", "p99")))
-        }  # fmt: skip
-        rate_text = "inf" if run["request_rate"] is None else f"{run['request_rate']:g}"
-        number = [str(run.get("repeat", 0) + 1)] if several else []
-        cells = [run["row"], named.of(run), rate_text, *number,
-                 str(s["completed"] + s["failed"]), str(s["failed"]),
-                 _number(s["output_tokens_per_s"]), spread["ttft"], spread["tpot"], spread["itl"],
-                 _number(run.get("floor", {}).get("tpot_ms")), _number(s["p99_send_delay_ms"]),
-                 f"{s['busiest_worker_cpu']:.0%}"]  # fmt: skip
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
-
-
-def _devices(document: Document, named: Labels) -> list[str]:
-    """Power and clocks of every run that recorded them, or why they could not be read."""
-    rows = [
-        (run, cells)
-        for run in document["runs"]
-        if "devices" in run and run["devices"].get("none") != NO_GPU
-        for cells in describe(run["devices"])
-    ]
-    if not rows:
-        return []
-    reasons = {run["devices"].get("none") for run, _ in rows}
-    if None not in reasons:
-        return ["", "## Power and clocks", "", f"None: {', '.join(sorted(reasons))}."]
-    lines = ["", "## Power and clocks", "", "| row | server | req/s offered | " + " | ".join(COLUMNS) + " |"]
-    lines += ["|---|---|---:|---|---:|---:|---|"]
-    for run, cells in rows:
-        rate_text = "inf" if run["request_rate"] is None else f"{run['request_rate']:g}"
-        lines.append("| " + " | ".join([run["row"], named.of(run), rate_text, *cells]) + " |")
-    return lines
-
-
-def _what(run: Run) -> str:
-    """Checkpoint, profile and variables, as far as they were recorded."""
-    parts = []
-    if checkpoint := run.get("checkpoint"):
-        parts.append(f"checkpoint {checkpoint['name']} (config.json {checkpoint['config_sha256']})")
-    if profile := run.get("profile"):
-        parts.append(f"profile {profile['name']} ({profile['sha256']})")
-    if (size := run.get("tensor_parallel_size") or 1) > 1:
-        parts.append(f"{size} GPUs")
-    if run.get("load_format", "dummy") == "auto":
-        parts.append("the checkpoint's weights")
-    parts += [f"{name}={value}" for name, value in run.get("environment", {}).items()]
-    return "".join(f", {part}" for part in parts)
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"

@@ -419,7 +419,7 @@ def write_report(document: results.Document, path: Path) -> None:
             path.with_suffix(".html").write_text(page(runs, path.stem), encoding="utf-8")
     except ImportError:
         print("matplotlib is not installed: no plots drawn")
-    print("\n".join(line for line in table.split("## All runs")[0].splitlines() if line))
+    print("\n".join(line for line in table.split(results.ALL_RUNS)[0].splitlines() if line))
     print(f"written: {path}")
 
 

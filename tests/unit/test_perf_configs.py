@@ -90,8 +90,8 @@ def test_the_table_says_pass_miss_and_why_not():
     assert "c" not in {row for row, _ in verdicts}, "a row that nobody ran"
     assert verdicts["d", "output_tokens_per_s"] == ("-", "invalid: 2 of ours failed")
     assert verdicts["f", "output_tokens_per_s"] == ("1.20", "pass (other machine)")
-    assert "* row d, ours: 2 x HTTP 503" in lines
-    assert sum(line.startswith("Row f, vllm: 3 prompts had another number of tokens") for line in lines) == 1
+    assert "* ours, row d, all at once: 2 x HTTP 503" in lines
+    assert sum(line.startswith("* 3 prompts had another number of tokens") for line in lines) == 1
     broken = measured("ours", "f") | {"warm_up": {"failed": 1}}
     required = Requirement("output_tokens_per_s", ratio_at_most=2)
     assert verdict(required, broken, measured("vllm", "f"))[1].startswith("invalid: 1 of ours failed in")
@@ -119,7 +119,8 @@ def test_several_runs_count_as_their_median():
     cells = [cell.strip() for cell in line.split("|")]
     assert cells[4:7] == ["4.4 (4 to 9)", "5.5 (5 to 20)", "0.80"]
     assert cells[8] == "pass (within the spread)"
-    assert "| a | ours | inf | 3 | 1,000 (1,000 to 1,000) |" in lines and "| a | vllm | inf | 3 |" in lines
+    assert "| ours | row a, all at once | 3 | 1,000 (1,000 to 1,000) |" in lines
+    assert "| vllm | row a, all at once | 3 |" in lines
     required = Requirement("median_tpot_ms", ratio_at_most=1)
     apart = verdict(
         required, results.Repeats(tuple(runs("ours", 4, 4.1))), results.Repeats(tuple(runs("vllm", 5, 6)))
@@ -173,8 +174,8 @@ def test_another_configuration_replaces_nothing_and_has_a_name_and_a_table_of_it
         (line,) = [x for x in tables[title].splitlines() if x.startswith("| a |")]
         assert [cell.strip() for cell in line.split("|")][5:7] == ["8 servers-4", ratio]
     for label in ("ours", name, "vllm:servers-4"):
-        assert tables["All runs"].count(f"| a | {label} | inf |") == 1
-        assert tables["Machines and servers"].count(f"* {label} (version") == 1
+        assert tables["All runs"].count(f"| {label} | row a, all at once |") == 2  # counts, and times
+        assert tables["Measured with"].count(f"* **{label}**: ") == 1
     # A row that this configuration did not run, but another one did, is not missing from its table.
     both = [measured(server, "b") | more for server, more in (("ours", SPLIT), ("vllm", {}))]
     text = results.markdown(results.merge([merged, document(*both)]), read_scenarios())
@@ -226,9 +227,10 @@ def test_the_report_says_what_was_measured():
         "environment": {"VLLM_FLAGS": "--max-num-seqs 512"},
     }
     text = results.markdown(document(measured("ours", "a") | known, measured("vllm", "a")), read_scenarios())
-    what = "checkpoint model-8b (config.json c0), profile small.toml (f0), VLLM_FLAGS=--max-num-seqs 512"
-    assert f"* ours (version 1, benchmark commit c, up in 1 s, {what}): `serve`\n" in text
-    assert "* vllm (version 1, benchmark commit c, up in 1 s): `serve`\n" in text
+    what = "checkpoint model-8b (config.json c0), profile small.toml (f0)"
+    assert f"* **ours**: ours 1, commit c, up in 1 s, {what}. " in text
+    assert "`2026-01-01: serve VLLM_FLAGS=--max-num-seqs 512`\n" in text
+    assert "* **vllm**: vllm 1, commit c, up in 1 s. " in text
 
 
 def test_committed_results_stay_readable():
@@ -236,7 +238,7 @@ def test_committed_results_stay_readable():
     assert paths
     for path in paths:
         merged = results.merge([results.load(path), document(measured("ours", "z"))])
-        assert "| z | ours |" in results.markdown(merged, read_scenarios())
+        assert "| ours | row z, all at once |" in results.markdown(merged, read_scenarios())
 
 
 def test_merging_keeps_the_latest_of_each(tmp_path):
