@@ -326,21 +326,22 @@ def _command(args: argparse.Namespace) -> str:
     return " ".join(shlex.join(words).split("\n"))
 
 
-def _row(knob: Knob) -> tuple[str, str, str, str, str, str]:
-    models = ", ".join(dict.fromkeys(model for model, _ in knob.places))
-    names = [knob.name] if knob.in_trt else []
-    names += knob.aliases
-    return knob.name, knob.default, knob.expected(), models, ", ".join(names) or "-", knob.meaning
+def _models(knob: Knob) -> str:
+    return ", ".join(dict.fromkeys(model for model, _ in knob.places))
+
+
+def _trt_names(knob: Knob) -> list[str]:
+    return [knob.name, *knob.aliases] if knob.in_trt else list(knob.aliases)
 
 
 def text_table() -> str:
     blocks = []
     for knob in KNOBS:
-        name, default, expected, models, trt_name, meaning = _row(knob)
         blocks.append(
-            f"{name} = {default}\n"
-            + textwrap.fill(meaning, 100, initial_indent="    ", subsequent_indent="    ")
-            + f"\n    values: {expected}\n    models: {models}   TensorRT-LLM: {trt_name}\n"
+            f"{knob.name} = {knob.default}\n"
+            + textwrap.fill(knob.meaning, 100, initial_indent="    ", subsequent_indent="    ")
+            + f"\n    values: {knob.expected()}\n    models: {_models(knob)}"
+            f"   TensorRT-LLM: {', '.join(_trt_names(knob)) or '-'}\n"
         )
     return "\n".join(blocks)
 
@@ -355,12 +356,16 @@ def markdown_table() -> str:
         "(`--profile FILE`); `--set` wins.",
         "Each is written to config.pbtxt of the models named; `model_repo/` holds the defaults. Values that "
         "contradict each other or the checkpoint are refused.",
-        "Booleans can be written true, True, TRUE, 1 and false, False, FALSE, 0.",
+        "Booleans can be written true, True, TRUE, 1 and false, False, FALSE, 0. TensorRT-LLM also has "
+        "the names with a star.",
         "",
-        "| knob | default | values | models | name in TensorRT-LLM | meaning |",
-        "|---|---|---|---|---|---|",
+        "| knob | default | values | models | meaning |",
+        "|---|---|---|---|---|",
     ]
-    lines += [f"| {' | '.join(_row(knob))} |" for knob in KNOBS]
+    for knob in KNOBS:
+        names = ", ".join(f"{name}\\*" for name in _trt_names(knob)) or knob.name
+        cells = (names, knob.default, knob.expected(), _models(knob), knob.meaning)
+        lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
         "## TensorRT-LLM's other names",
