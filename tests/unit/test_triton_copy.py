@@ -149,29 +149,10 @@ def test_prompts_take_copies_where_they_have_room_and_pay(q_lens, kv_lens, taken
         assert copies.copies_pay(*long, 10000, BLOCK_SIZE)
 
 
-@pytest.mark.parametrize("backend", ["fa2", "xqa"])
-def test_other_decode_backends_have_no_variants(backend):
-    flashinfer_paged = pytest.importorskip("flashinfer_backend.attention.flashinfer_paged")
-    plain = Scores(128**-0.5)
-    flashinfer_paged.check_variants([plain], None, 128, backend)
-    for window, scores in (
-        (100, plain),
-        (None, plain._replace(scale=0.1)),
-        (None, plain._replace(soft_cap=30.0)),
-        (None, plain._replace(sinks=torch.zeros(32))),
-    ):
-        flashinfer_paged.check_variants([scores], window, 128, "auto")
-        with pytest.raises(ValueError, match=f"{backend} has no windows, sinks, soft caps or other scales"):
-            flashinfer_paged.check_variants([scores], window, 128, backend)
-
-
 def test_variants_of_attention_have_no_windows_sinks_or_caps():
     flashinfer_paged = pytest.importorskip("flashinfer_backend.attention.flashinfer_paged")
     scores = Scores(0.1, variant=ALIBI, by_head=torch.ones(32))
-    for backend in ("auto", "fa2"):
-        flashinfer_paged.check_variants([scores, Scores(0.2)], None, 128, backend)
-    with pytest.raises(ValueError, match="triton has no variant of attention"):
-        flashinfer_paged.check_variants([scores], None, 128, "triton")
+    flashinfer_paged.check_scores([scores, Scores(0.2)], None)
     for window, other in ((9, scores), (None, Scores(0.1, sinks=torch.ones(32)))):
         with pytest.raises(ValueError, match="no windows, sinks or soft caps in a cache group with"):
-            flashinfer_paged.check_variants([scores, other], window, 128, "auto")
+            flashinfer_paged.check_scores([scores, other], window)

@@ -51,7 +51,8 @@ class FlashInferAttention:
     window: the latest tokens that a token sees, itself included; None: all. scores: of each layer; None:
     scales of 1 / sqrt(head_dim). like: that of another cache group, which shares scratch memory with it.
     All calls must come from one thread with one current stream.
-    Raises ValueError for shapes that these kernels do not have.
+    Raises ValueError for shapes that these kernels do not have; worker/formats.py has refused what a
+    checkpoint's layers and a decode backend do not have together.
     """
 
     def __init__(
@@ -71,9 +72,12 @@ class FlashInferAttention:
         shape, dtype = cache.format, dtype or cache.format.dtype
         num_kv_heads, head_dim, block_size = shape.num_kv_heads, shape.head_dim, shape.block_size
         own = Shape(num_heads, num_kv_heads, head_dim, block_size, dtype, shape.dtype)
-        _check_supported(own, decode_backend)
+        if head_dim not in (64, 128, 256):
+            raise ValueError(
+                f"FlashInfer attention has head_dim 64, 128 and 256, not {head_dim}; use the torch attention"
+            )
         self._scores = list(scores or [Scores(1.0 / math.sqrt(head_dim))] * shape.num_layers)
-        check_variants(self._scores, window, head_dim, decode_backend)
+        check_scores(self._scores, window)
         soft_cap = self._scores[0].soft_cap is not None
         self._window = window
         self._planned_window = split.planned_window(window, 0 if most_drafts is None else most_drafts(1))
@@ -527,56 +531,14 @@ class StepGraphState:
         return list(self._attention.plan_prompts("fa3", padded, kv_lens, slots, table, first, LARGEST_GRAPH))
 
 
-def _check_supported(shape: Shape, decode_backend: str) -> None:
-    dtype, kv_dtype, head_dim = shape.dtype, shape.kv_dtype, shape.head_dim
-    if decode_backend not in ("auto", "fa2", "xqa", "triton"):
-        raise ValueError(f"decode_backend {decode_backend!r} is unknown; known: auto, fa2, xqa, triton")
-    if head_dim not in (64, 128, 256):
-        raise ValueError(
-            f"FlashInfer attention has head_dim 64, 128 and 256, not {head_dim}; use the torch attention"
-        )
-    if dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(
-            f"FlashInfer attention needs bfloat16 or float16, got {dtype}; use the torch attention"
-        )
-    if kv_dtype not in (dtype, E4M3):
-        raise ValueError(f"queries of {dtype} need a cache of {dtype} or {E4M3}, not of {kv_dtype}")
-    if kv_dtype == E4M3 and decode_backend == "xqa":
-        raise ValueError(
-            "XQA has one scale for keys and values: with a cache of e4m3 use decode_backend auto"
-        )
-    if shape.num_heads % shape.num_kv_heads:
-        raise ValueError(
-            f"num_heads {shape.num_heads} is not a multiple of num_kv_heads {shape.num_kv_heads}"
-        )
-    if decode_backend == "xqa" and shape.block_size not in (16, 32, 64, 128):
-        raise ValueError(
-            f"XQA has blocks of 16, 32, 64 and 128 tokens, not {shape.block_size}; use decode_backend fa2"
-        )
-
-
-def check_variants(scores: list[Scores], window: int | None, head_dim: int, decode_backend: str) -> None:
-    """Raises ValueError for scores of a cache group that the kernels do not have."""
+def check_scores(scores: list[Scores], window: int | None) -> None:
+    """Raises ValueError for layers that the kernels do not have together in a cache group, as a drafter's
+    are with its target's."""
     if len({each.soft_cap is None for each in scores}) > 1:
         raise ValueError("FlashInfer attention has soft caps of all layers of a cache group, or of none")
-    if any(each.variant for each in scores):
-        if window or any(each.soft_cap or each.sinks is not None for each in scores):
-            raise ValueError(
-                "FlashInfer attention has no windows, sinks or soft caps in a cache group with a variant of"
-                " attention: use attention_backend torch"
-            )
-        if decode_backend in ("xqa", "triton"):
-            raise ValueError(
-                f"attention_backend {decode_backend} has no variant of attention as this checkpoint has it:"
-                " set attention_backend=auto"
-            )
-        return
-    plain = all(
-        each.soft_cap is None and each.sinks is None and math.isclose(each.scale, head_dim**-0.5)
-        for each in scores
-    )
-    if decode_backend in ("fa2", "xqa") and (window or not plain):
+    capped = any(each.soft_cap or each.sinks is not None for each in scores)
+    if any(each.variant for each in scores) and (window or capped):
         raise ValueError(
-            f"decode_backend {decode_backend} has no windows, sinks, soft caps or other scales of scores: use"
-            " decode_backend auto"
+            "FlashInfer attention has no windows, sinks or soft caps in a cache group with a variant of"
+            " attention: use attention_backend torch"
         )
