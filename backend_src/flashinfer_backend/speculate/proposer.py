@@ -17,8 +17,6 @@ class DraftStep(NamedTuple):
     """What a step leaves a proposer, on the device. Inside a CUDA graph shapes are static: a step's tokens
     [T] include padding, which has the dummy slot, and so do its sampling rows [s]."""
 
-    tokens: Tensor  # int32 [T], what was fed
-    slots: Tensor  # int32 [T]
     positions: Tensor  # int32 [T]
     cache_locations: Tensor  # int32 [T]
     # int32 [T], the token behind each: the given one or the sampled one. None where the proposer takes no

@@ -122,13 +122,9 @@ class Drafting:
         self._behind[slots] = 0
         uploaded, turns = state.staging.upload([slots, counts]).view(2, -1), int(counts.max())
         own = state.lengths, state.last_token, state.block_table, state.block_size
-        tokens, positions, locations, follow, noted = state.ops.noted_inputs(
-            state.tokens, *uploaded, turns, *own
-        )
+        _, positions, locations, follow, noted = state.ops.noted_inputs(state.tokens, *uploaded, turns, *own)
         none = uploaded.new_empty(0)
         step = DraftStep(
-            tokens=tokens,
-            slots=uploaded[0].repeat_interleave(turns, output_size=len(tokens)),
             positions=positions,
             cache_locations=locations,  # of padding: in the dummy block
             next_tokens=follow,
@@ -171,8 +167,6 @@ class Drafting:
             own = fed.tokens, fed.slots, fed.positions
             state.ops.record_tokens(state.tokens, own, slots, state.lengths, state.last_token)
         step = DraftStep(
-            tokens=fed.tokens,
-            slots=fed.slots,
             positions=fed.positions,
             # The proposer's layers see all, as those of the first group do.
             cache_locations=fed.cache_locations.view(-1, len(fed.tokens))[0],
