@@ -38,7 +38,8 @@ def agrees(step_inputs: Callable[..., Any], rows: int, prompts: bool, device: st
     results = []
     for operation in (step_inputs, torch_ops.step_inputs):
         own = lengths.clone(), table.clone()
-        results.append((*operation(slots, last_token, *own, 16, **options), *own))
+        by_slot = torch_ops.BySlot(last_token, own[0], numbers(9, 400, 0), own[1], 16)
+        results.append((*operation(slots, by_slot, **options), *own))
     for actual, expected in zip(*results, strict=True):
         assert torch.equal(actual, expected)
 

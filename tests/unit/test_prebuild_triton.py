@@ -97,11 +97,13 @@ def test_sampling_has_one_variant_for_any_number_of_rows():
 
 
 def test_rope_and_inputs_have_one_variant_for_any_part_of_a_step():
+    from flashinfer_backend.ops.torch_ops import BySlot
     from flashinfer_backend.ops.triton_inputs import step_inputs
     from flashinfer_backend.ops.triton_rope import rope_and_store
 
     cache = torch.empty(2, 16, 2, 64), torch.empty(2, 16, 2, 64)
     table, last = torch.zeros(33, 8, dtype=torch.int32), torch.zeros(33, dtype=torch.int32)
+    by_slot = BySlot(last, last, torch.zeros(33, 0, dtype=torch.int32), table, 16)
 
     def calls() -> None:
         for tokens in range(1, 33):
@@ -109,8 +111,8 @@ def test_rope_and_inputs_have_one_variant_for_any_part_of_a_step():
             _, slots, positions, blocks = data.view(4, tokens)
             qkv = torch.empty(tokens, 8 * 64)
             rope_and_store(qkv, positions, torch.empty(9, 64), *cache, slots, None, None, 1e-5, 4, 2)
-            step_inputs(slots, last, last, table, 16, new_blocks=blocks)
-            step_inputs(slots, last, last, table, 16, given=(blocks, positions, tokens // 2))
+            step_inputs(slots, by_slot, new_blocks=blocks)
+            step_inputs(slots, by_slot, given=(blocks, positions, tokens // 2))
 
     assert names(collect(calls)) == {"_rope_and_store": 1, "_step_inputs": 2}
 

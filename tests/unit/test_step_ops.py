@@ -16,9 +16,13 @@ def int32(values: list[int] | list[list[int]]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
+def by_slot(last_token: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor) -> torch_ops.BySlot:
+    return torch_ops.BySlot(last_token, lengths, torch.zeros(len(lengths), 0), table, 16)
+
+
 def test_decodes_feed_the_last_tokens_of_their_slots():
     lengths, table = int32([3, 0, 17, 0]), int32(TABLE)
-    found = torch_ops.step_inputs(int32([2, 0]), int32([10, 11, 12, 13]), lengths, table, 16)
+    found = torch_ops.step_inputs(int32([2, 0]), by_slot(int32([10, 11, 12, 13]), lengths, table))
     ids, positions, locations = (part.tolist() for part in found)
     assert (ids, positions, locations) == ([12, 10], [17, 3], [6 * 16 + 1, 1 * 16 + 3])
     assert lengths.tolist() == [4, 0, 18, 0] and table.tolist() == TABLE
@@ -27,7 +31,7 @@ def test_decodes_feed_the_last_tokens_of_their_slots():
 def test_decodes_enter_new_blocks_into_the_block_table():
     lengths, table = int32([15, 16, 0, 0]), int32(TABLE)
     slots, blocks = int32([1, 0, 3, 3]), int32([9, -1, -1, -1])  # two rows of padding share a slot
-    _, positions, locations = torch_ops.step_inputs(slots, int32([0] * 4), lengths, table, 16, blocks)
+    _, positions, locations = torch_ops.step_inputs(slots, by_slot(int32([0] * 4), lengths, table), blocks)
     assert positions.tolist() == [16, 15, 0, 0]
     assert locations.tolist() == [9 * 16, 1 * 16 + 15, 0, 0]
     assert table.tolist() == [[1, 2], [3, 9], [5, 6], [0, 0]]
@@ -38,7 +42,7 @@ def test_prompts_feed_given_tokens_and_leave_their_lengths():
     lengths, table = int32([3, 99, 99, 0]), int32(TABLE)
     slots = int32([0, 2, 2, 2, 1, 3, 3])
     given = int32([0, 20, 21, 22, 30, 0, 0]), int32([0, 15, 16, 17, 4, 0, 0]), 1
-    found = torch_ops.step_inputs(slots, int32([10, 11, 12, 13]), lengths, table, 16, given=given)
+    found = torch_ops.step_inputs(slots, by_slot(int32([10, 11, 12, 13]), lengths, table), given=given)
     ids, positions, locations = (part.tolist() for part in found)
     assert (ids, positions) == ([10, 20, 21, 22, 30, 0, 0], [3, 15, 16, 17, 4, 0, 0])
     assert locations == [19, 5 * 16 + 15, 6 * 16, 6 * 16 + 1, 3 * 16 + 4, 0, 0]

@@ -34,15 +34,16 @@ def check_step(rows: int, feeds: int, where: str) -> None:
     results = []
     for ops, device in ((torch_ops, "cpu"), (triton_drafts, where)):
         slots, fed, last, drafts, lengths, table, sampled, first = (t.clone().to(device) for t in given)
-        inputs = ops.draft_inputs(slots, fed, feeds, last, drafts, lengths, table, BLOCK)
+        by_slot = torch_ops.BySlot(last, lengths, drafts, table, BLOCK)
+        inputs = ops.draft_inputs(slots, fed, feeds, by_slot)
         moved = lengths.clone()
-        counts, ends = ops.accept(sampled, first, fed, slots, drafts, lengths, last)
+        counts, ends = ops.accept(sampled, first, fed, slots, by_slot)
         history = torch.zeros(slots_count + 1, 400, dtype=torch.int32, device=device)
-        ops.record_tokens(history, inputs[:3], slots, lengths, last)
+        ops.record_tokens(history, inputs[:3], slots, by_slot)
         noted = torch.zeros(slots_count + 1, 7, dtype=torch.int32, device=device)
         places = ops.note_tokens(noted, last[slots], slots, lengths[slots])
         behind = torch.arange(rows, dtype=torch.int32, device=device) % 8
-        again = ops.noted_inputs(noted, slots, behind, 7, lengths, last, table, BLOCK)
+        again = ops.noted_inputs(noted, slots, behind, 7, by_slot)
         own = [counts, ends, lengths, last[:-1], history[:-1], places, noted[:-1]]
         results.append([*inputs, moved, *again, *own])
     assert results[0][10].max() > 1 or rows == 1

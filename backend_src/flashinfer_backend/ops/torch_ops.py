@@ -22,6 +22,16 @@ _MASK32 = 0xFFFFFFFF
 LARGEST_LOGIT = 1e30  # over GREEDY_TEMPERATURE, the smallest that samples, it is still a float32
 
 
+class BySlot(NamedTuple):
+    """What the device keeps by slot, int32. The last of the S slots is padding's, whose length stays 0."""
+
+    last_token: Tensor  # [S], which stands behind those in the cache
+    lengths: Tensor  # [S], tokens in the cache
+    drafts: Tensor  # [S, k], guesses at what follows the last token
+    block_table: Tensor  # [S, columns]
+    block_size: int  # tokens of a block
+
+
 class Penalties(NamedTuple):
     """Of n rows of logits (int64, none twice), whose tokens are in the rows `slots` of a history (int64 [n]),
     generated ones from prompt_len on (int32 [n]). The rest is float32 [n]: a repetition penalty of 1 and
@@ -308,24 +318,21 @@ def gumbel_noise(bits: Tensor) -> Tensor:
 
 def step_inputs(
     slots: Tensor,
-    last_token: Tensor,
-    lengths: Tensor,
-    block_table: Tensor,
-    block_size: int,
+    state: BySlot,
     new_blocks: Tensor | None = None,
     given: tuple[Tensor, Tensor, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What a step's tokens feed the model: (input_ids, positions, cache_locations), all int32 [T].
 
-    slots: int32 [T], of the tokens. last_token and lengths (tokens in the cache): int32 [slots]; block_table:
-    int32 [slots, columns]. A token is its slot's last one, at the position `lengths`; or, with `given` (input
-    ids and positions, int32 [T], and how many tokens are still the last ones of their slots, in front), those
-    behind are given. A slot's tokens follow each other. new_blocks: int32 [T], without `given`: each, unless
-    -1, is entered into the block table as that of the token's position.
+    slots: int32 [T], of the tokens. A token is its slot's last one, at the position `lengths`; or, with
+    `given` (input ids and positions, int32 [T], and how many tokens are still the last ones of their slots,
+    in front), those behind are given. A slot's tokens follow each other. new_blocks: int32 [T], without
+    `given`: each, unless -1, is entered into the block table as that of the token's position.
 
     cache_locations is block * block_size + offset of each position. `lengths` moves on behind the tokens;
-    that of the last slot, which padding has, stays 0.
+    that of the last slot stays 0.
     """
+    last_token, lengths, _, block_table, block_size = state
     input_ids, positions, ends = last_token[slots], lengths[slots], slots
     if given is not None:
         tokens, places, decodes = given
@@ -344,22 +351,14 @@ def step_inputs(
 
 
 def draft_inputs(
-    slots: Tensor,
-    fed: Tensor,
-    feeds: int,
-    last_token: Tensor,
-    drafts: Tensor,
-    lengths: Tensor,
-    block_table: Tensor,
-    block_size: int,
+    slots: Tensor, fed: Tensor, feeds: int, state: BySlot
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What decode rows with drafts feed the model: (input_ids, slots, positions, cache_locations), int32
     [s * feeds] each, `feeds` of each row: its slot's last token, then drafts, fed[i] tokens in all, then
     padding.
 
-    slots, fed: int32 [s]. last_token, lengths: int32 [slots + 1]; drafts: int32 [slots + 1, k]; block_table:
-    int32 [slots + 1, columns]. Padding is token 0 at position 0 of the last slot, whose length stays 0.
-    `lengths` moves on by `fed`."""
+    slots, fed: int32 [s]. Padding is token 0 at position 0 of the last slot. `lengths` moves on by `fed`."""
+    last_token, lengths, drafts, block_table, block_size = state
     places, padding = torch.arange(feeds, dtype=torch.int32, device=slots.device), len(lengths) - 1
     inside = places < fed.unsqueeze(1)
     owners = torch.where(inside, slots.unsqueeze(1), padding)
@@ -383,21 +382,15 @@ def note_tokens(noted: Tensor, tokens: Tensor, slots: Tensor, positions: Tensor)
 
 
 def noted_inputs(
-    noted: Tensor,
-    slots: Tensor,
-    behind: Tensor,
-    turns: int,
-    lengths: Tensor,
-    last_token: Tensor,
-    block_table: Tensor,
-    block_size: int,
+    noted: Tensor, slots: Tensor, behind: Tensor, turns: int, state: BySlot
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The last behind[i] tokens of each of `slots`, as note_tokens noted them: (tokens, positions,
     cache_locations, the token behind each, int32 [s * turns] each; rows of noted.view(-1), int64), padded to
     `turns` of each slot.
 
-    slots, behind: int32 [s]. lengths, last_token: int32 [slots + 1]; block_table: int32 [slots + 1, columns].
-    Padding, and what would stand before a sequence's begin, has position 0 and cache location 0."""
+    slots, behind: int32 [s]. Padding, and what would stand before a sequence's begin, has position 0 and
+    cache location 0."""
+    last_token, lengths, _, block_table, block_size = state
     columns, owners, behind = noted.shape[1], slots.unsqueeze(1), behind.unsqueeze(1)
     turn = torch.arange(turns, dtype=torch.int32, device=slots.device)
     positions = lengths[owners] - behind + turn
@@ -414,25 +407,18 @@ def noted_inputs(
 
 
 def accept(
-    sampled: Tensor,
-    first: Tensor,
-    fed: Tensor,
-    slots: Tensor,
-    drafts: Tensor,
-    lengths: Tensor,
-    last_token: Tensor,
+    sampled: Tensor, first: Tensor, fed: Tensor, slots: Tensor, state: BySlot
 ) -> tuple[Tensor, Tensor]:
     """Check the drafts of rows that were sampled behind each of their tokens: how many tokens a row comes to,
     1 or more, and the place in `sampled` of the last of them; int32 [s] each.
 
     sampled: int32 [n], of which those of row i are the fed[i] from first[i] on. fed: the last token and
-    drafts. first, fed, slots: int32 [s]. drafts: int32 [slots + 1, k]; of a slot, what stands behind its last
-    token. A draft is accepted where it is what was sampled in its place, and so are all before it: then the
-    tokens behind are those that steps without drafts would have given.
+    drafts. first, fed, slots: int32 [s]. A draft is accepted where it is what was sampled in its place, and
+    so are all before it: then the tokens behind are those that steps without drafts would have given.
 
-    lengths (int32 [slots + 1], moved on by `fed`) and last_token become those of what was accepted. The last
-    slot's length, which padding has, stays 0.
+    lengths, which were moved on by `fed`, and last_token become those of what was accepted.
     """
+    last_token, lengths, drafts, *_ = state
     count = drafts.shape[1]
     columns = torch.arange(count + 1, dtype=torch.int32, device=sampled.device)
     inside = columns < fed.unsqueeze(1)
@@ -484,13 +470,10 @@ def likeliest(logits: Tensor, ids: Tensor | None = None) -> Tensor:
     return best.int() if ids is None else ids[best]
 
 
-def record_tokens(
-    history: Tensor, fed: tuple[Tensor, Tensor, Tensor], slots: Tensor, lengths: Tensor, last_token: Tensor
-) -> None:
+def record_tokens(history: Tensor, fed: tuple[Tensor, Tensor, Tensor], slots: Tensor, state: BySlot) -> None:
     """Note a step's tokens in history[slots + 1, columns]: those fed, (tokens, slots, positions) [T] each,
-    but for what is behind `lengths`, and the last tokens of `slots` [s] there. lengths, last_token: by slot.
-    All int32."""
-    tokens, owners, positions = fed
+    but for what is behind `lengths`, and the last tokens of `slots` [s] there. All int32."""
+    (tokens, owners, positions), last_token, lengths = fed, state.last_token, state.lengths
     kept = positions < lengths[owners]
     history[owners[kept], positions[kept]] = tokens[kept]
     history[slots, lengths[slots]] = last_token[slots]

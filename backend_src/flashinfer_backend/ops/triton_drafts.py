@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashinfer_backend.ops.torch_ops import BySlot
+
 _ROWS = 16  # of a program
 _TOKENS = 128
 _SPAN = 4096  # tokens that a program looks through
@@ -51,17 +53,10 @@ def _draft_inputs(
 
 
 def draft_inputs(
-    slots: Tensor,
-    fed: Tensor,
-    feeds: int,
-    last_token: Tensor,
-    drafts: Tensor,
-    lengths: Tensor,
-    block_table: Tensor,
-    block_size: int,
+    slots: Tensor, fed: Tensor, feeds: int, state: BySlot
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See ops.torch_ops.draft_inputs."""
-    rows = slots.shape[0]
+    rows, (last_token, lengths, drafts, block_table, block_size) = slots.shape[0], state
     input_ids, owners, positions, cache_locations = (
         torch.empty(rows * feeds, dtype=torch.int32, device=slots.device) for _ in range(4)
     )
@@ -99,15 +94,10 @@ def _accept(
 
 
 def accept(
-    sampled: Tensor,
-    first: Tensor,
-    fed: Tensor,
-    slots: Tensor,
-    drafts: Tensor,
-    lengths: Tensor,
-    last_token: Tensor,
+    sampled: Tensor, first: Tensor, fed: Tensor, slots: Tensor, state: BySlot
 ) -> tuple[Tensor, Tensor]:
     """See ops.torch_ops.accept."""
+    last_token, lengths, drafts, *_ = state
     rows, most = slots.shape[0], drafts.shape[1]
     counts, ends = (torch.empty(rows, dtype=torch.int32, device=slots.device) for _ in range(2))
     _accept[(triton.cdiv(rows, _ROWS),)](
@@ -279,17 +269,10 @@ def _noted_inputs(
 
 
 def noted_inputs(
-    noted: Tensor,
-    slots: Tensor,
-    behind: Tensor,
-    turns: int,
-    lengths: Tensor,
-    last_token: Tensor,
-    block_table: Tensor,
-    block_size: int,
+    noted: Tensor, slots: Tensor, behind: Tensor, turns: int, state: BySlot
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See ops.torch_ops.noted_inputs."""
-    count = slots.shape[0] * turns
+    count, (last_token, lengths, _, block_table, block_size) = slots.shape[0] * turns, state
     tokens, positions, locations, follow = (
         torch.empty(count, dtype=torch.int32, device=slots.device) for _ in range(4)
     )
@@ -328,10 +311,9 @@ def _record_tokens(
         tl.store(history + slot.to(tl.int64) * stride + length, token, mask=inside)
 
 
-def record_tokens(
-    history: Tensor, fed: tuple[Tensor, Tensor, Tensor], slots: Tensor, lengths: Tensor, last_token: Tensor
-) -> None:
+def record_tokens(history: Tensor, fed: tuple[Tensor, Tensor, Tensor], slots: Tensor, state: BySlot) -> None:
     """See ops.torch_ops.record_tokens."""
+    last_token, lengths = state.last_token, state.lengths
     count, rows = fed[0].shape[0], slots.shape[0]
     first_rows = triton.cdiv(count, _TOKENS)
     _record_tokens[(first_rows + triton.cdiv(rows, _TOKENS),)](

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashinfer_backend.ops.torch_ops import BySlot
+
 _ROWS = 128  # of a program
 
 
@@ -49,10 +51,7 @@ def _step_inputs(
 
 def step_inputs(
     slots: Tensor,
-    last_token: Tensor,
-    lengths: Tensor,
-    block_table: Tensor,
-    block_size: int,
+    state: BySlot,
     new_blocks: Tensor | None = None,
     given: tuple[Tensor, Tensor, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,7 +60,7 @@ def step_inputs(
     Launched without programmatic dependence, and nothing is launched on it so: the decode kernels read the
     block table before they wait for the kernel before them.
     """
-    count = slots.shape[0]
+    count, (last_token, lengths, _, block_table, block_size) = slots.shape[0], state
     tokens, places, decodes = given if given is not None else (None, None, count)
     input_ids, positions, cache_locations = (
         torch.empty(count, dtype=torch.int32, device=slots.device) for _ in range(3)

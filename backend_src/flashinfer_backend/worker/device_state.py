@@ -26,6 +26,7 @@ from flashinfer_backend.core.step import Feeds, StepPlan
 from flashinfer_backend.models.transformer import Recurrent, Taps, Transformer
 from flashinfer_backend.ops.staging import StagingRing
 from flashinfer_backend.ops.torch_delta import DeltaRows
+from flashinfer_backend.ops.torch_ops import BySlot
 from flashinfer_backend.ops.weight import Chosen
 from flashinfer_backend.speculate.proposer import Proposer
 from flashinfer_backend.worker.prefixes import SharedPrefixes
@@ -86,6 +87,8 @@ class DeviceState:
         if states is not None and drafts:
             self._in_state = torch.zeros(rows, dtype=torch.int32, device=self.device)
         self.drafts = torch.zeros((rows, drafts), dtype=torch.int32, device=self.device)
+        table = self.block_table, self.block_size
+        self.by_slot = BySlot(self.last_token, self.lengths, self.drafts, *table)
         # Those of a step with all of its drafts, for attention of layers that run once some are rejected.
         own = proposer is not None and proposer.cache_layers
         self.fed_lengths = torch.zeros_like(self.lengths) if own else self.lengths
@@ -269,10 +272,7 @@ class DeviceState:
             known = torch.cat([self.last_token.unsqueeze(1), self.drafts], dim=1)
             tokens[given.stop : count] = known[own, place]
             positions[given.stop : count] = place + self.lengths[own]
-        inputs = self.ops.step_inputs(
-            slots, self.last_token, self.lengths, self.block_table, self.block_size,
-            given=(tokens, positions, plan.num_last),
-        )  # fmt: skip
+        inputs = self.ops.step_inputs(slots, self.by_slot, given=(tokens, positions, plan.num_last))
         self.note_fed_lengths()
         return self._of_all_groups(inputs, slots), slots, uploaded[3 * size :]
 
@@ -286,17 +286,14 @@ class DeviceState:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The same of decode rows, each of its slot's last token. new_blocks int32 [groups, rows]: of each
         row's token, where that begins a block, else -1; they are entered into the block tables."""
-        inputs = self.ops.step_inputs(
-            slots, self.last_token, self.lengths, self.block_table, self.block_size, new_blocks[0]
-        )
+        inputs = self.ops.step_inputs(slots, self.by_slot, new_blocks[0])
         return self._of_all_groups(inputs, slots, new_blocks)
 
     def draft_inputs(
         self, slots: torch.Tensor, fed: torch.Tensor, feeds: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """What decode rows with drafts feed; see ops.draft_inputs. cache_locations as those of feed."""
-        by_slot = self.last_token, self.drafts, self.lengths
-        inputs = self.ops.draft_inputs(slots, fed, feeds, *by_slot, self.block_table, self.block_size)
+        inputs = self.ops.draft_inputs(slots, fed, feeds, self.by_slot)
         self.note_fed_lengths()
         ids, owners, *places = inputs
         ids, positions, locations = self._of_all_groups((ids, *places), owners)

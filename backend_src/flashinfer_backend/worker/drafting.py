@@ -82,9 +82,7 @@ class Drafting:
         places = uploaded[3 * rows :]
         counts, ends = None, places
         if len(plan.drafted_rows):
-            counts, last = state.ops.accept(
-                tokens, first, lengths, slots, state.drafts, state.lengths, state.last_token
-            )
+            counts, last = state.ops.accept(tokens, first, lengths, slots, state.by_slot)
             ends = places[last]
         follow = self._next_tokens(plan, fed, tokens, places) if self.proposer.layers else None
 
@@ -121,8 +119,8 @@ class Drafting:
         state, counts = self._state, self._behind[slots]
         self._behind[slots] = 0
         uploaded, turns = state.staging.upload([slots, counts]).view(2, -1), int(counts.max())
-        own = state.lengths, state.last_token, state.block_table, state.block_size
-        _, positions, locations, follow, noted = state.ops.noted_inputs(state.tokens, *uploaded, turns, *own)
+        own = *uploaded, turns, state.by_slot
+        _, positions, locations, follow, noted = state.ops.noted_inputs(state.tokens, *own)
         none = uploaded.new_empty(0)
         step = DraftStep(
             positions=positions,
@@ -165,7 +163,7 @@ class Drafting:
         state, proposer = self._state, self.proposer
         if proposer.history:
             own = fed.tokens, fed.slots, fed.positions
-            state.ops.record_tokens(state.tokens, own, slots, state.lengths, state.last_token)
+            state.ops.record_tokens(state.tokens, own, slots, state.by_slot)
         step = DraftStep(
             positions=fed.positions,
             # The proposer's layers see all, as those of the first group do.

@@ -415,9 +415,7 @@ class DecodeGraphs:
             slots, counts, ends = owners, step.first, step.first  # counts is not read
         else:
             slots, fed = step.inputs[-2 * size :].split(size)
-            counts, ends = state.ops.accept(
-                sampled, step.first, fed, slots, state.drafts, state.lengths, state.last_token
-            )
+            counts, ends = state.ops.accept(sampled, step.first, fed, slots, state.by_slot)
         hidden = torch.cat(tapped, dim=1) if tapped else None
         own = Fed(input_ids, owners, positions, cache_locations, step.attention, hidden)
         ahead = functools.partial(step.attention.ahead, lengths=state.lengths)

@@ -30,7 +30,7 @@ from flashinfer_backend.models.spec import ModelSpec
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.ops import device
 from flashinfer_backend.ops.fp8 import E4M3
-from flashinfer_backend.ops.torch_ops import Penalties
+from flashinfer_backend.ops.torch_ops import BySlot, Penalties
 from flashinfer_backend.ops.weight import Fp8Static
 from flashinfer_backend.speculate.eagle3 import Head
 from flashinfer_backend.speculate.mtp import MtpHead
@@ -282,8 +282,9 @@ def _call_others(
         )  # fmt: skip
     table = _words(config.max_num_seqs + 1, -(-config.max_seq_len // block))
     last_token = _words(config.max_num_seqs + 1)
-    step_inputs(_words(4), last_token, last_token, table, block, new_blocks=_words(4))
-    step_inputs(_words(4), last_token, last_token, table, block, given=(_words(4), _words(4), 1))
+    by_slot = BySlot(last_token, last_token, _words(len(last_token), config.max_draft_len), table, block)
+    step_inputs(_words(4), by_slot, new_blocks=_words(4))
+    step_inputs(_words(4), by_slot, given=(_words(4), _words(4), 1))
     heat, seed, record = empty(4, of=torch.float32), empty(4, of=torch.int64), (last_token, _words(4))
     sample(empty(4, model.outputs), heat, seed, _words(4), _words(4), record)
     sample(empty(4, model.outputs, of=torch.float32), heat, seed, _words(4), None, record)
@@ -330,7 +331,7 @@ def _call_others(
     if model.delta_nets:
         _call_delta_net(config.max_num_seqs, drafts, model, empty)
     if drafts:
-        _call_drafts(config, table, last_token)
+        _call_drafts(config, by_slot)
 
 
 def _call_delta_net(most: int, drafts: int, model: ModelSpec, empty: Callable[..., Tensor]) -> None:
@@ -357,27 +358,24 @@ def _call_delta_net(most: int, drafts: int, model: ModelSpec, empty: Callable[..
         triton_delta.delta_net(qkv, z, a, b, weights, states, row)
 
 
-def _call_drafts(config: EngineConfig, table: Tensor, by_slot: Tensor) -> None:
-    """What checks and proposes drafts; by_slot: a tensor of a word for each slot."""
+def _call_drafts(config: EngineConfig, by_slot: BySlot) -> None:
+    """What checks and proposes drafts."""
     from flashinfer_backend.ops import triton_drafts
 
-    drafts = _words(len(by_slot), config.max_draft_len)
+    tokens, lengths = _words(4), by_slot.lengths
     for count in draft_counts(1, config.max_draft_len):
-        own = _words(4), _words(4), 1 + count, by_slot, drafts, by_slot
-        triton_drafts.draft_inputs(*own, table, config.tokens_per_block)
-    tokens = _words(4)
-    triton_drafts.accept(tokens, tokens, tokens, tokens, drafts, by_slot, by_slot)
-    noted = _words(len(by_slot), MOST_DEFERRED)
+        triton_drafts.draft_inputs(tokens, tokens, 1 + count, by_slot)
+    triton_drafts.accept(tokens, tokens, tokens, tokens, by_slot)
+    noted = _words(len(lengths), MOST_DEFERRED)
     triton_drafts.note_tokens(noted, tokens, tokens, tokens)
-    where = by_slot, by_slot, table, config.tokens_per_block
-    triton_drafts.noted_inputs(noted, tokens, tokens, MOST_DEFERRED, *where)
+    triton_drafts.noted_inputs(noted, tokens, tokens, MOST_DEFERRED, by_slot)
     if config.speculative_method == "ngram":
-        history = _words(len(by_slot), config.max_seq_len + 1)
-        triton_drafts.record_tokens(history, (tokens, tokens, tokens), tokens, by_slot, by_slot)
+        history = _words(len(lengths), config.max_seq_len + 1)
+        triton_drafts.record_tokens(history, (tokens, tokens, tokens), tokens, by_slot)
         sizes = config.max_matching_ngram_size, config.min_matching_ngram_size
         for count in draft_counts(1, config.max_draft_len):
-            triton_drafts.ngram_drafts(history, tokens, by_slot, count, *sizes)
+            triton_drafts.ngram_drafts(history, tokens, lengths, count, *sizes)
     if config.speculative_method in ("eagle3", "mtp"):
         for count in draft_counts(1, config.max_draft_len):
-            rows = tokens, tokens, tokens, by_slot, table
+            rows = tokens, tokens, tokens, lengths, by_slot.block_table
             triton_drafts.places_ahead(*rows, config.tokens_per_block, count - 1)
