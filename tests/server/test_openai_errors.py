@@ -27,6 +27,7 @@ def test_bodies_paths_and_models(door: OpenAiServer) -> None:
     status, message, param, code = door.error(CHAT, {"messages": ASK, "model": "gpt-4"})
     assert (status, param, code) == (404, "model", "model_not_found") and "tiny-chat" in message
     assert door.error("/v1/nothing", {})[:2] == (404, "there is no /v1/nothing")
+    assert door.error("/v1/load_lora_adapter", {})[1].endswith("was started without --lora-root")
     for path, needs in (("/v1/embeddings", "an embedding model"), ("/v1/rerank", "a reranker")):
         status, message, param, _ = door.error(path, {})
         assert (status, param) == (404, "model") and f"writes text, and {path} needs {needs}" in message

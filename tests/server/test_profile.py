@@ -64,4 +64,6 @@ def check_files(
 
 
 def test_traces_are_off_unless_they_are_allowed(door: OpenAiServer) -> None:
-    assert door.error("/start_profile", {})[:2] == (404, "there is no /start_profile")
+    assert door.error("/start_profile", {})[:2] == (
+        404, "there is no /start_profile: this server was started without the knob profile_dir",
+    )  # fmt: skip

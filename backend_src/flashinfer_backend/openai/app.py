@@ -82,6 +82,10 @@ from flashinfer_backend.openai.tokens import read_detokenize, read_tokenize, sho
 PAGE = Path(__file__).with_name("page.html")
 OPEN_PATHS = ("/", "/health", "/metrics")  # without a key
 VERSIONS = ("/v1", "")  # in front of most paths
+SWITCHED_OFF = {
+    **dict.fromkeys(("/start_profile", "/stop_profile"), "the knob profile_dir"),
+    **dict.fromkeys(("/load_lora_adapter", "/unload_lora_adapter"), "--lora-root"),
+}  # paths that need a setting
 MANY_BODIES = 8  # of the largest size, at the same time
 LARGE_BODY = 1 << 14  # bytes from which a body is read in a thread, so that streams go on
 READERS = 2  # threads for them; further large bodies wait
@@ -261,10 +265,11 @@ def _answers_to_errors(metrics: Metrics) -> dict[Any, Callable[[Request, Any], A
         return error.response(request.scope)
 
     async def http_error(request: Request, error: HTTPException) -> Response:
-        headers = dict(error.headers or {})
+        headers, path = dict(error.headers or {}), request.url.path
+        need = SWITCHED_OFF.get(path.removeprefix("/v1"))
         words = {
-            404: f"there is no {request.url.path}",
-            405: f"{request.url.path} takes {headers.get('Allow')}, not {request.method}",
+            404: f"there is no {path}" + (f": this server was started without {need}" if need else ""),
+            405: f"{path} takes {headers.get('Allow')}, not {request.method}",
         }
         wrong = ApiError(words.get(error.status_code, str(error.detail)), error.status_code)
         answer = await api_error(request, wrong)
