@@ -231,8 +231,8 @@ def test_thousands_of_words_are_found_like_few() -> None:
 def test_a_long_word_of_ids_is_not_looked_for_at_every_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each token would take as long as the square of all tokens before it."""
     looks = []
-    begins = stop_words._begins
-    monkeypatch.setattr(stop_words, "_begins", lambda *args: looks.append(1) or begins(*args))
+    begins = stop_words._Words._begins
+    monkeypatch.setattr(stop_words._Words, "_begins", lambda *args: looks.append(1) or begins(*args))
     a, b, c = letters("abc")
     matcher = matcher_of([], BYTES, hold_back=True, id_words=[[a] * 40 + [b] * 200])
     for count, token in enumerate([c] * 100 + [a] * 30 + [c] + [a] * 42 + [b] * 3):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import ahocorasick
 
@@ -33,15 +33,56 @@ class StopWords:
     def __init__(self, words: Sequence[str], hold_back: bool, id_words: Sequence[Sequence[int]]) -> None:
         """words: stop words, empty ones are ignored. hold_back: whether their beginnings are held back.
         id_words: stop words that are exactly these ids, such as those with ids that write no text."""
-        # Each automaton takes the same steps for any number of words.
-        self.text_search = _search([(word, index) for index, word in enumerate(words)])
-        self.id_search = _search([(_as_text(ids), len(words) + n) for n, ids in enumerate(id_words)])
         self.hold_back = hold_back
-        self.sorted = sorted(filter(None, words)) if hold_back else []
-        self.sorted_ids = sorted(tuple(ids) for ids in id_words if ids) if hold_back else []
-        self.inside = frozenset("".join(word[:-1] for word in words)) if hold_back else frozenset()
+        self.texts = _Words(words, 0)
+        self.ids = _Words([_as_text(ids) for ids in id_words], len(words))
+
+
+class _Words:
+    """Words of characters, which can stand for ids. index: of the first one."""
+
+    def __init__(self, words: Sequence[str], index: int) -> None:
         self.longest = max(map(len, words), default=0)
-        self.longest_ids = max(map(len, id_words), default=0)
+        self._sorted = sorted(filter(None, words))
+        self._inside = frozenset("".join(word[:-1] for word in words))
+        # It takes the same steps for any number of words: (last place, (index, length)) of each in a text. Of
+        # equal words the first counts. Never reuse its iterators: setting one to another text ends the
+        # process (pyahocorasick 2.3.1).
+        self._automaton = ahocorasick.Automaton()
+        for number, word in enumerate(words, index):
+            if word and word not in self._automaton:
+                self._automaton.add_word(word, (number, len(word)))
+        if self._sorted:
+            self._automaton.make_automaton()
+
+    def find(self, text: str, new: int, free: int) -> tuple[int, int, int] | None:
+        """(end, size, index) of the word that ends first within the last `new` characters, but not within the
+        first `free` of these, from where `end` counts; of several the longest."""
+        if not self._sorted:
+            return None
+        recent = text[-(new + self.longest - 1) :]
+        earlier = len(recent) - new
+        found = [
+            (at + 1 - earlier, -size, index)
+            for at, (index, size) in self._automaton.iter(recent)
+            if at >= earlier + free
+        ]
+        if not found:
+            return None
+        end, size, index = min(found)
+        return end, -size, index
+
+    def beginning(self, text: str, most: int) -> int:
+        """Length of the longest end of a text, of at most `most` characters, that begins a word."""
+        if text[-1:] not in self._inside:
+            return 0
+        ends = range(min(most, self.longest - 1, len(text)), 0, -1)
+        return next((n for n in ends if self._begins(text[-n:])), 0)
+
+    def _begins(self, part: str) -> bool:
+        """Whether a word is longer than `part` and begins with it."""
+        at = bisect.bisect_right(self._sorted, part)
+        return at < len(self._sorted) and self._sorted[at].startswith(part)
 
 
 class StopWordMatcher:
@@ -62,15 +103,12 @@ class StopWordMatcher:
         """context_ids: the prompt or the end of it, where the text follows it in one decode, else empty (a
         sequence's first token may lose its leading space). free: how many of the sequence's first ids
         complete no stop word."""
-        self._words = words
-        self._ids: list[int] = []  # the last ids, enough to hold the beginning of any id word
-        self._starts: list[int] = []  # the text's length before each of them
-        self._begun = 0  # characters at the end of the text that are the beginning of a word
-        self._begun_ids = 0  # ids at its end that are the beginning of an id word
-        self._decoder = decoder
+        self._words, self._decoder, self._free = words, decoder, free
         self._context = list(context_ids[-CONTEXT_IDS:])
-        self._free = free
-        self._tail = ""  # the end of the text, long enough to hold the beginning of any word
+        # The ends of the text and of the ids, a character each, long enough for the beginning of any word.
+        self._tail = self._ids = ""
+        self._begun = self._begun_ids = 0  # characters at their ends that are the beginning of a word
+        self._starts: list[int] = []  # the text's length before each of these ids
         self._length = 0  # characters of the whole text
         self._held_ends: list[int] = []  # per held id, the text's length after it
         self._sent = 0  # characters of the ids that are not held
@@ -82,122 +120,54 @@ class StopWordMatcher:
 
     def feed(self, new_ids: Sequence[int]) -> StopMatch | None:
         """Take the next ids; the first match, or None. Not to be called after a match."""
-        ends, pieces = [], []
+        begun, ends, pieces = self._length, list[int](), list[str]()
         for token in new_ids:
-            piece = self._decoder.delta(self._context, [token], last=False)
+            pieces.append(self._decoder.delta(self._context, [token], last=False))
             self._context = [*self._context[1 - CONTEXT_IDS :], token]
-            self._ids.append(token)
             self._starts.append(self._length)
-            pieces.append(piece)
-            self._length += len(piece)
+            self._length += len(pieces[-1])
             ends.append(self._length)
         text = "".join(pieces)
         self._tail += text
+        self._ids += _as_text(new_ids)
         free = min(self._free, len(new_ids))
         self._free -= free
-        first = self._find_ids(new_ids, ends, free)
-        match = self._find(text, ends[free - 1] if free else self._length - len(text))
-        if match is not None:
-            begin, end, word = match
+        found: list[tuple[int, int, int, int]] = []  # ids fed last, the word's begin and end, its index
+        if match := self._words.ids.find(self._ids, len(new_ids), free):
+            end, size, index = match
+            begin = self._starts[len(self._starts) - len(new_ids) + end - size]
+            found.append((end, begin, ends[end - 1], index))
+        if match := self._words.texts.find(self._tail, len(text), ends[free - 1] - begun if free else 0):
+            end, size, index = match[0] + begun, match[1], match[2]
             ids = next(n for n, reached in enumerate(ends, start=1) if reached >= end)
-            other = StopMatch(word, begin - self._sent, end - self._sent, begin, end, ids)
-            if first is None or (other.ids, other.begin) < (first.ids, first.begin):
-                first = other
-        if first is not None:
-            return first
-        self._tail = self._tail[max(0, len(self._tail) - self._words.longest) :]
-        useless = max(0, len(self._ids) - self._words.longest_ids)
-        del self._ids[:useless], self._starts[:useless]
+            found.append((ids, end - size, end, index))
+        if found:
+            ids, begin, end, index = min(found, key=lambda each: each[:2])
+            return StopMatch(index, begin - self._sent, end - self._sent, begin, end, ids)
+        self._tail = self._tail[max(0, len(self._tail) - self._words.texts.longest) :]
+        useless = max(0, len(self._ids) - self._words.ids.longest)
+        self._ids, self._starts = self._ids[useless:], self._starts[useless:]
         self._update_held(ends, len(text))
         return None
 
-    def _find_ids(self, new_ids: Sequence[int], ends: list[int], free: int) -> StopMatch | None:
-        """The first id word that ends within new_ids after the first `free` of them. ends: the text's length
-        after each."""
-        if self._words.id_search is None:
-            return None
-        recent = self._ids[-(len(new_ids) + self._words.longest_ids - 1) :]
-        earlier = len(recent) - len(new_ids)
-        found = self._words.id_search.iter(_as_text(recent))
-        matches = [(at - earlier, size, index) for at, (index, size) in found if at >= earlier + free]
-        if not matches:
-            return None
-        first = min(at for at, _, _ in matches)
-        before = len(self._ids) - len(ends)
-        begin, index = min(
-            (self._starts[before + at + 1 - size], index) for at, size, index in matches if at == first
-        )
-        end = ends[first]
-        return StopMatch(index, begin - self._sent, end - self._sent, begin, end, first + 1)
-
-    def _find(self, text: str, after: int) -> tuple[int, int, int] | None:
-        """(begin, end, word) of the first word that ends within `text`, the characters fed last, and not
-        within the first `after` characters of all."""
-        if self._words.text_search is None:
-            return None
-        recent = self._tail[-(len(text) + self._words.longest - 1) :]
-        offset = self._length - len(recent)
-        found = list(self._words.text_search.iter(recent))
-        if not found:
-            return None
-        ends = ((offset + at + 1, index, size) for at, (index, size) in found)
-        matches = ((end - size, end, index) for end, index, size in ends if end > after)
-        return min(matches, key=lambda match: (match[1], match[0], match[2]), default=None)
-
     def _update_held(self, ends: list[int], new_chars: int) -> None:
         pending = [*self._held_ends, *ends]
-        # Characters up to here can be part of no stop word any more.
-        safe = self._length - self._beginning(new_chars) if self._words.hold_back else self._length
-        released = next((n for n, end in enumerate(pending) if end > safe), len(pending))
+        released = len(pending)
         if self._words.hold_back:
-            released = min(released, len(pending) - self._beginning_ids(len(ends)))
+            # A beginning grows by what was fed. Characters before it can be part of no stop word any more.
+            self._begun = self._words.texts.beginning(self._tail, self._begun + new_chars)
+            self._begun_ids = self._words.ids.beginning(self._ids, self._begun_ids + len(ends))
+            safe = self._length - self._begun
+            released = next((n for n, end in enumerate(pending) if end > safe), released)
+            released = min(released, len(pending) - self._begun_ids)
         if released:
             self._sent = pending[released - 1]
         self._held_ends = pending[released:]
-
-    def _beginning(self, new_chars: int) -> int:
-        """Length of the longest end of the text that begins a stop word; it grows by at most new_chars."""
-        if self._tail[-1:] not in self._words.inside:
-            self._begun = 0
-            return 0
-        longest = min(self._begun + new_chars, self._words.longest - 1, len(self._tail))
-        ends = range(longest, 0, -1)
-        self._begun = next((n for n in ends if _begins(self._words.sorted, self._tail[-n:])), 0)
-        return self._begun
-
-    def _beginning_ids(self, new_ids: int) -> int:
-        """Number of the last ids that are the beginning of an id word: of the longest such one."""
-        if not self._words.sorted_ids:
-            return 0
-        longest = min(self._begun_ids + new_ids, self._words.longest_ids - 1, len(self._ids))
-        ends = range(longest, 0, -1)
-        self._begun_ids = next((n for n in ends if _begins(self._words.sorted_ids, tuple(self._ids[-n:]))), 0)
-        return self._begun_ids
-
-
-def _search(words: list[tuple[str, int]]) -> Any:
-    """An automaton that finds (last place, (index, length)) of all words in a text; None without any. Empty
-    words are dropped, and of equal words the first counts. Never reuse its iterators: setting one to another
-    text ends the process (pyahocorasick 2.3.1)."""
-    automaton = ahocorasick.Automaton()
-    for word, index in words:
-        if word and word not in automaton:
-            automaton.add_word(word, (index, len(word)))
-    if not len(automaton):
-        return None
-    automaton.make_automaton()
-    return automaton
 
 
 def _as_text(ids: Sequence[int]) -> str:
     """A character for each id."""
     return "".join(map(chr, ids))
-
-
-def _begins(words: list[Any], part: Any) -> bool:
-    """Whether one of the sorted words is longer than `part` and begins with it."""
-    at = bisect.bisect_right(words, part)
-    return at < len(words) and words[at][: len(part)] == part
 
 
 def stop_word_texts(words_ids: Sequence[Sequence[int]], decoder: DeltaDecoder) -> list[str]:
