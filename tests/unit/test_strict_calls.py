@@ -91,6 +91,7 @@ XML_BAD = (
     "</function>",
     "{",
 )
+END_ID = 1  # of the bundled tokenizer
 TEXTS = {
     "qwen3_coder": ["", "Hello {all}", "<function=x>", "a <tool_cal l> b </tool_call>"],
     "hermes": ["", "Hello {all}", '{"name": "x"}', "a <tool_cal l> b", "[TOOL_CAL"],
@@ -128,9 +129,17 @@ def compiler(folder: Path, tokenizer: TextTokenizer) -> GrammarCompiler:
 
 
 @pytest.fixture(scope="module")
-def compiled(compiler: GrammarCompiler, tokenizer: TextTokenizer) -> Any:
-    """(format, reasoning, inside) -> a guide in its first state."""
-    return lambda *key: compiler.compile(*written(FUNCTIONS, *key), tokenizer.eos_id or 0)
+def guide_of(compiler: GrammarCompiler) -> Any:
+    """(functions, format, schema of other answers) -> a guide in its first state."""
+    return lambda functions, name, *schema: compiler.compile(
+        *written(functions, name, "none", False, *schema), END_ID
+    )
+
+
+@pytest.fixture(scope="module")
+def compiled(compiler: GrammarCompiler) -> Any:
+    """(format, reasoning, inside) -> a guide of FUNCTIONS in its first state."""
+    return lambda *key: compiler.compile(*written(FUNCTIONS, *key), END_ID)
 
 
 def follows(guide: Grammar, tokenizer: TextTokenizer, text: str) -> bool:
@@ -170,33 +179,25 @@ def gathered(reader: Reader, pieces: Iterable[str]) -> Any:
 
 
 @pytest.mark.parametrize("tool_format", ["hermes", "mistral", "llama3_json", "harmony", "qwen3_coder"])
-def test_long_strings_of_arguments_have_their_length(compiler, tokenizer, tool_format):
+def test_long_strings_of_arguments_have_their_length(guide_of, tokenizer, tool_format):
     """Their limits are counted, beside whatever else a format's grammar has."""
     schema = {**WEATHER, "properties": {**WEATHER["properties"], "unit": {"type": "string", "maxLength": 40}}}
-    compiled = partial(
-        compiler.compile,
-        *written({"get.weather": schema, "now": None}, tool_format, "", False),
-        tokenizer.eos_id or 0,
-    )
     opening, closing = CALLS[tool_format][0]
     for length in (40, 41):
         arguments = XML[GOOD] if tool_format == "qwen3_coder" else GOOD
         unit = f'"{"é" * length}"'
         text = opening.format("get.weather") + arguments.replace("null", unit) + closing.format()
-        assert follows(compiled(), tokenizer, text) == (length == 40)
+        guide = guide_of({"get.weather": schema, "now": None}, tool_format)
+        assert follows(guide, tokenizer, text) == (length == 40)
 
 
-def test_texts_with_nul_stay_whole_beside_counted_strings(compiler, tokenizer):
+def test_texts_with_nul_stay_whole_beside_counted_strings(guide_of, tokenizer):
     properties = {"kind": {"enum": ["a\0b"]}, "note": {"type": ["integer", "string"], "maxLength": 40}}
     schema = {"type": "object", "properties": properties, "required": ["kind"]}
-    compiled = partial(
-        compiler.compile, *written({"f": schema}, "qwen3_coder", "", False), tokenizer.eos_id or 0
-    )
     begin, end = CALLS["qwen3_coder"][0]
     for kind in ("a\0b", "a"):
         text = f"{begin.format('f')}<parameter=kind>\n{kind}\n</parameter>\n{end.format()}"
-        guide = compiled()
-        assert follows(guide, tokenizer, text) == (kind == "a\0b")
+        assert follows(guide_of({"f": schema}, "qwen3_coder"), tokenizer, text) == (kind == "a\0b")
 
 
 @pytest.mark.parametrize("name, begin, end", OPENINGS)
@@ -206,7 +207,7 @@ def test_calls_follow_their_schemas(
     good, free, bad = (XML[GOOD], XML[FREE], XML_BAD) if name == "qwen3_coder" else (GOOD, FREE, BAD)
     whole = begin.format("get.weather") + good + end.format()
     guide = compiled(name, "none", False)
-    assert follows(guide, tokenizer, whole) and allowed(guide, tokenizer.eos_id or 0)
+    assert follows(guide, tokenizer, whole) and allowed(guide, END_ID)
     assert read(name, whole)[2] == [["get.weather", GOOD]]
     for inner in ("[0]", "<|end|>"):
         text = begin.format("now") + free.replace("[0]", inner) + end.format()
@@ -218,7 +219,7 @@ def test_calls_follow_their_schemas(
         assert not follows(compiled(name, "none", False), tokenizer, begin.format("get.weather") + each), each
     unfinished = compiled(name, "none", False)
     assert follows(unfinished, tokenizer, begin.format("get.weather") + good[:-1])
-    assert not allowed(unfinished, tokenizer.eos_id or 0)
+    assert not allowed(unfinished, END_ID)
     for unknown in ("get_weather", "get.weathers", "no"):
         text = begin.format(unknown) + ("" if name == "qwen3_coder" else "{")
         assert not follows(compiled(name, "none", False), tokenizer, text), unknown
@@ -228,7 +229,7 @@ def test_calls_follow_their_schemas(
 def test_text_is_free(compiled: Any, tokenizer: TextTokenizer, name: str) -> None:
     for text in TEXTS[name]:
         guide = compiled(name, "none", False)
-        assert follows(guide, tokenizer, text) and allowed(guide, tokenizer.eos_id or 0), text
+        assert follows(guide, tokenizer, text) and allowed(guide, END_ID), text
         assert not read(name, text)[2]
 
 
@@ -243,7 +244,7 @@ def test_whatever_the_guide_admits_is_read_as_calls_of_the_schemas(
         assert follows(guide, tokenizer, text)
         for _ in range(400):
             ids = [i for i in range(tokenizer.backend.get_vocab_size()) if allowed(guide, i)]
-            if len(ids) > 1500 or (tokenizer.eos_id or 0) in ids:
+            if len(ids) > 1500 or END_ID in ids:
                 break
             token = rng.choice(ids)
             accept(guide, token)
@@ -270,11 +271,11 @@ def test_what_the_model_thinks_is_free(
     for inside, before in ((False, "\n<think>"), (True, "")):
         text = f"{before}{thought}</think>\n<tool_call>{call}{end}"
         guide = compiled(name, "think", inside)
-        assert follows(guide, tokenizer, text) and allowed(guide, tokenizer.eos_id or 0)
+        assert follows(guide, tokenizer, text) and allowed(guide, END_ID)
         assert read(name, text, "think", inside) == ("", thought, [["get.weather", GOOD]])
         assert not follows(compiled(name, "think", inside), tokenizer, text.replace("Ulm", "Bonn"))
         cut = compiled(name, "think", inside)
-        assert follows(cut, tokenizer, before + thought) and allowed(cut, tokenizer.eos_id or 0)
+        assert follows(cut, tokenizer, before + thought) and allowed(cut, END_ID)
     assert not follows(compiled(name, "think", False), tokenizer, f"<tool_call>{call}".replace("Ulm", "Bonn"))
 
 
@@ -294,12 +295,10 @@ def test_calls_behind_reasoning_are_read_alike_between_any_two_tokens(
     grammar, rng = compiled(name, reasoning, False), random.Random(text)
     for token in tokens:
         for each in (token, *rng.choices(range(2, tokenizer.vocab_size), k=20)):
-            assert each == tokenizer.eos_id or allowed(grammar, each) == grammar.matcher.validate_tokens(
-                [each]
-            )
+            assert each == END_ID or allowed(grammar, each) == grammar.matcher.validate_tokens([each])
         assert allowed(grammar, token)
         accept(grammar, token)
-    assert allowed(grammar, tokenizer.eos_id or 0)
+    assert allowed(grammar, END_ID)
 
     def told(*parts: str) -> Any:
         return gathered(make_reader(name, reasoning, SCHEMAS, False, FUNCTIONS), parts)
@@ -325,15 +324,12 @@ ALONE = {
 
 
 @pytest.mark.parametrize("name", CALLS_OR_JSON)
-def test_calls_or_json_of_a_schema(compiler: GrammarCompiler, tokenizer: TextTokenizer, name: str) -> None:
+def test_calls_or_json_of_a_schema(guide_of: Any, tokenizer: TextTokenizer, name: str) -> None:
     """The guide of tools beside a response_format: one or the other is all of the answer."""
-    made = partial(
-        compiler.compile, *written(FUNCTIONS, name, "none", False, json.dumps(ANIMAL)), tokenizer.eos_id or 0
-    )
 
     def whole(text: str) -> bool:
-        guide = made()
-        return follows(guide, tokenizer, text) and allowed(guide, tokenizer.eos_id or 0)
+        guide = guide_of(FUNCTIONS, name, json.dumps(ANIMAL))
+        return follows(guide, tokenizer, text) and allowed(guide, END_ID)
 
     def told(text: str, pieces: Iterable[str]) -> Any:
         content, _, calls = gathered(make_reader(name, "none", SCHEMAS, False, FUNCTIONS, True), pieces)
@@ -358,7 +354,7 @@ def test_calls_or_json_of_a_schema(compiler: GrammarCompiler, tokenizer: TextTok
         assert not whole(text), text
     assert not whole(f"{call} done") and not whole(answers[0] + call)
     with pytest.raises(GrammarError, match="response_format: "):
-        compiler.compile(*written(FUNCTIONS, name, "none", False, '{"not": {}}'), 0)
+        guide_of(FUNCTIONS, name, '{"not": {}}')
 
 
 def test_no_request_waits_for_a_vocabulary(
@@ -375,13 +371,9 @@ def test_no_request_waits_for_a_vocabulary(
 
 
 @pytest.mark.parametrize("name", CALLS_OR_JSON)
-def test_json_of_a_schema_holds_no_special_tokens(
-    compiler: GrammarCompiler, tokenizer: TextTokenizer, name: str
-) -> None:
+def test_json_of_a_schema_holds_no_special_tokens(guide_of: Any, tokenizer: TextTokenizer, name: str) -> None:
     """Some of them end a sequence, as <|eom_id|> does with Llama 3, and would cut the JSON off."""
-    guide = compiler.compile(
-        *written(FUNCTIONS, name, "none", False, json.dumps(ANIMAL)), tokenizer.eos_id or 0
-    )
+    guide = guide_of(FUNCTIONS, name, json.dumps(ANIMAL))
     assert follows(guide, tokenizer, '{"name": "R')
     special = [token for token in map(tokenizer.backend.token_to_id, MARKS) if allowed(guide, token)]
     marks = {"mistral": 3, "llama3_json": 1}  # of calls; they are text
@@ -390,13 +382,10 @@ def test_json_of_a_schema_holds_no_special_tokens(
 
 @pytest.mark.parametrize("pieces", ["whole", "characters"])
 def test_json_that_has_a_functions_name_is_no_call(
-    compiler: GrammarCompiler, tokenizer: TextTokenizer, pieces: str
+    guide_of: Any, tokenizer: TextTokenizer, pieces: str
 ) -> None:
     """Llama 3 writes calls as JSON objects, and those of a response_format may have a name, too."""
     any_object = json.dumps({"type": "object", "additionalProperties": True})
-    made = partial(
-        compiler.compile, *written(FUNCTIONS, "llama3_json", "none", False, any_object), tokenizer.eos_id or 0
-    )
     call = '{ "name":"now" , "parameters": {"a": 1}}'
     for text, calls in (
         ('{"name": "now", "legs": 4}', []),
@@ -409,9 +398,9 @@ def test_json_that_has_a_functions_name_is_no_call(
         (call, [["now", '{"a": 1}']]),
         (f"<|python_tag|>{call}; {call}", 2 * [["now", '{"a": 1}']]),
     ):
-        guide = made()
+        guide = guide_of(FUNCTIONS, "llama3_json", any_object)
         assert follows(guide, tokenizer, text)
-        assert allowed(guide, tokenizer.eos_id or 0) == (calls is not None)
+        assert allowed(guide, END_ID) == (calls is not None)
         reader = make_reader("llama3_json", "none", SCHEMAS, False, FUNCTIONS, True)
         content, _, found = gathered(reader, text if pieces == "characters" else [text])
         assert (content, found) == ("" if calls else text, calls or [])
@@ -425,21 +414,20 @@ def test_json_that_has_a_functions_name_is_no_call(
     ],
 )
 def test_what_a_model_names_itself_has_no_bound(
-    compiler: GrammarCompiler, tokenizer: TextTokenizer, name: str, call: str
+    guide_of: Any, tokenizer: TextTokenizer, name: str, call: str
 ) -> None:
     """One would be compiled as so many states, each over all of the vocabulary: seconds of a large one."""
-    made = partial(compiler.compile, *written({"now": None}, name, "none", False), tokenizer.eos_id or 0)
-    assert follows(made(), tokenizer, call.format("a" * 500))
+    assert follows(guide_of({"now": None}, name), tokenizer, call.format("a" * 500))
 
 
-def test_what_cannot_be_strict_is_refused(compiler: GrammarCompiler) -> None:
+def test_what_cannot_be_strict_is_refused(guide_of: Any) -> None:
     with pytest.raises(
         ApiError, match=r"the function f is strict, so its parameters should be .* type object"
     ):
         calls_guide({"f": {"anyOf": []}}, "hermes", "none", False)
     odd = {"type": "object", "properties": {"a": {"type": "string", "contentEncoding": "base64"}}, "not": {}}
     with pytest.raises(GrammarError, match=r"strict functions: the parameters of f: .*'not'.*strict out"):
-        compiler.compile(*written({"f": odd}, "hermes", "none", False), 0)
+        guide_of({"f": odd}, "hermes")
 
 
 NOTE: dict[str, Any] = {
@@ -474,12 +462,9 @@ def as_xml(arguments: dict[str, str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def note(compiler: GrammarCompiler, tokenizer: TextTokenizer) -> Any:
+def note(guide_of: Any) -> Any:
     """() -> a guide of the function `note` in its first state."""
-    compiled = partial(
-        compiler.compile, *written({"note": NOTE}, "qwen3_coder", "none", False), tokenizer.eos_id or 0
-    )
-    return compiled
+    return partial(guide_of, {"note": NOTE}, "qwen3_coder")
 
 
 def noted(text: str, cuts: Iterable[int] = ()) -> Any:
@@ -493,7 +478,7 @@ def test_values_are_text_or_json_by_their_schemas(note: Any, tokenizer: TextToke
     written = {name: value if name in plain else json.dumps(value) for name, value in NOTED.items()}
     text = as_xml(written)
     guide = note()
-    assert follows(guide, tokenizer, text) and allowed(guide, tokenizer.eos_id or 0)
+    assert follows(guide, tokenizer, text) and allowed(guide, END_ID)
     content, _, ((name, arguments),) = noted(text)
     assert (content, name, json.loads(arguments)) == ("", "note", NOTED)
     assert noted(text, range(1, len(text))) == noted(text), "a character at a time"
