@@ -11,20 +11,54 @@ import torch
 from interpreted import interpreted
 from msgspec.structs import replace
 
+from flashinfer_backend.attention import split
+from flashinfer_backend.attention.batch import AttentionBatch
+from flashinfer_backend.attention.contract import Scores
+from flashinfer_backend.attention.prefixes import PREFIX_WORDS, PrefixTiles, find_prefixes
+from flashinfer_backend.attention.torch_paged import TorchPagedAttention
+from flashinfer_backend.cache.device import KVCache
 from flashinfer_backend.core import tuned
 from flashinfer_backend.core.tuned import DecodeAttention, Entry, Tuned
+from flashinfer_backend.ops import device, fp8
+from flashinfer_backend.ops.fp8 import E4M3
 
 BLOCK_SIZE = 16
 SCALES = (0.5, 0.25)
 TILES = [(16, 4, 16), (32, 4, 4), (64, 8, 2), (128, 8, 2)]  # block, merge, programs of an SM
 SHAPES = [(1, 1, 64), (4, 1, 128), (8, 1, 256), (14, 2, 64)]  # heads, key/value heads, dim
 LENGTHS = [1, 64, 129, 500]
+CPU = torch.device("cpu")
 
 
 def numbers(block: int, merge: int, programs: int) -> Tuned:
     """Without prefetching, which is a GPU's alone."""
     form = (Entry(None, ((None, DecodeAttention(block, 3, 1, 0, merge, programs)),)),)
     return replace(tuned.fallback(), decode_attention={"16 bits": form, "e4m3": form})
+
+
+def table_of(slots: np.ndarray, columns: np.ndarray) -> torch.Tensor:
+    """A block table with so many blocks of each slot, in random order, and a row of zeros."""
+    order, table = iter(torch.randperm(int(columns.sum())).tolist()), torch.zeros(len(slots) + 1, 48)
+    for slot, count in zip(slots.tolist(), columns.tolist(), strict=True):
+        table[slot, :count] = torch.tensor([next(order) for _ in range(count)])
+    return table.int()
+
+
+def error_of(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    cache: tuple[torch.Tensor, ...],
+    batch: AttentionBatch,
+    window: int | None = None,
+    how: Scores | None = None,
+    scales: tuple[float, ...] = (1.0, 1.0),
+) -> torch.Tensor:
+    """Of each query, relative to what plain torch computes in float64."""
+    wide = tuple(elements.double() * scale for elements, scale in zip(cache, scales, strict=True))
+    reference = TorchPagedAttention(KVCache.over([wide]), q.shape[1], window, how and [how])
+    expected = torch.empty_like(q).double()
+    reference.step(batch).run(0, q.double(), expected)
+    return (out.double() - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
 
 
 def check(
@@ -42,21 +76,13 @@ def check(
     block_size: int = BLOCK_SIZE,
 ) -> None:
     """Against float64."""
-    from flashinfer_backend.attention import split, triton_decode
-    from flashinfer_backend.attention.batch import AttentionBatch
-    from flashinfer_backend.attention.contract import Scores
-    from flashinfer_backend.attention.torch_paged import TorchPagedAttention
-    from flashinfer_backend.cache.device import KVCache
-    from flashinfer_backend.ops import device, fp8
+    from flashinfer_backend.attention import triton_decode
 
     torch.manual_seed(0)
-    rows, blocks = len(lengths), sum(-(-length // block_size) for length in lengths)
-    lens, slots = np.array(lengths, np.int32), np.arange(rows, dtype=np.int32)[::-1].copy()
-    order, table = iter(torch.randperm(blocks).tolist()), torch.zeros(rows, 48, dtype=torch.int32)
-    for slot, length in zip(slots.tolist(), lengths, strict=True):
-        for column in range(-(-length // block_size)):
-            table[slot, column] = next(order)
-    shape = (blocks, block_size, kv_heads, dim)
+    rows, lens = len(lengths), np.array(lengths, np.int32)
+    slots, columns = np.arange(rows, dtype=np.int32)[::-1].copy(), -(-lens // block_size)
+    table = table_of(slots, columns)
+    shape = (int(columns.sum()), block_size, kv_heads, dim)
     scales = SCALES if in_fp8 else (1.0, 1.0)
     values = [torch.randn(shape) for _ in scales]
     cache = tuple(
@@ -69,17 +95,13 @@ def check(
         items = np.zeros((count, split.ITEM_WORDS), np.int32)
         split.split_rows(lens, slots, count, items, window)
         assert (items[:, 4] > 1).any()
-        space = triton_decode.DecodeWorkspace(rows, count, heads, kv_heads, dim, torch.device("cpu"))
+        space = triton_decode.DecodeWorkspace(rows, count, heads, kv_heads, dim, CPU)
         out = torch.empty_like(q)
         words = torch.from_numpy(items)
         more = {"soft_cap": how.soft_cap, "sinks": how.sinks}
         triton_decode.decode(q, cache, out, words, table, space, how.scale, scales, native=False, **more)
-    wide = tuple(elements.double() * scale for elements, scale in zip(cache, scales, strict=True))
-    reference = TorchPagedAttention(KVCache.over([wide]), heads, window, [how])
-    expected = torch.empty_like(q).double()
-    reference.step(AttentionBatch(np.ones(rows, np.int32), lens, slots, table))
-    reference.run(0, q.double(), expected)
-    error = (out.double() - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
+    batch = AttentionBatch(np.ones(rows, np.int32), lens, slots, table)
+    error = error_of(out, q, cache, batch, window, how, scales)
     assert (error < 2e-3).all(), f"block {block}, {heads} heads of {dim}: {error.tolist()}"
     assert not space.counters.any()
 
@@ -95,11 +117,7 @@ def check_drafts(
 ) -> None:
     """Rows of several query tokens, of which the host planned more keys than there are: up to two steps'
     drafts more, and so parts of rows that hold none of their keys. Blocks behind a window are NaN."""
-    from flashinfer_backend.attention import split, triton_decode
-    from flashinfer_backend.attention.batch import AttentionBatch
-    from flashinfer_backend.attention.torch_paged import TorchPagedAttention
-    from flashinfer_backend.cache.device import KVCache
-    from flashinfer_backend.ops import device, fp8
+    from flashinfer_backend.attention import triton_decode
 
     torch.manual_seed(1)
     dim = 32
@@ -109,14 +127,8 @@ def check_drafts(
     planned = lens + np.array([2 * queries - 2, queries + 2, 0, 5, 1, 3], np.int32)
     rows, slots = len(lens), np.arange(len(lens), dtype=np.int32)[::-1].copy()
     blocks = -(-planned // BLOCK_SIZE)
-    order, table = (
-        iter(torch.randperm(int(blocks.sum())).tolist()),
-        torch.zeros(rows + 1, 48, dtype=torch.int32),
-    )
-    on_device = torch.zeros(rows + 1, dtype=torch.int32)
-    for slot, length, columns in zip(slots.tolist(), lens.tolist(), blocks.tolist(), strict=True):
-        table[slot, :columns] = torch.tensor([next(order) for _ in range(columns)])
-        on_device[slot] = length - ahead
+    table, on_device = table_of(slots, blocks), torch.zeros(rows + 1, dtype=torch.int32)
+    on_device[slots] = torch.from_numpy(lens) - ahead
     shape = (int(blocks.sum()) + 1, BLOCK_SIZE, kv_heads, dim)
     scales = SCALES if in_e4m3 else (1.0, 1.0)
     cache = tuple(torch.randn(shape).half() for _ in scales)
@@ -137,8 +149,7 @@ def check_drafts(
         split.split_rows(planned, slots, count, items, most, fed)
         behind = items[:, 1] >= lens[items[:, 0]]
         assert window or ((items[:, 4] > 1).any() and (behind & (items[:, 0] >= 0)).any())
-        device_ = torch.device("cpu")
-        space = triton_decode.DecodeWorkspace(rows, count * queries, heads, kv_heads, dim, device_)
+        space = triton_decode.DecodeWorkspace(rows, count * queries, heads, kv_heads, dim, CPU)
         space.out.fill_(float("nan"))
         out = torch.full_like(q, 7.0)
         triton_decode.decode(
@@ -155,29 +166,19 @@ def check_drafts(
             lengths=split.Lengths(on_device, queries, ahead, ragged),
             window=window,
         )
-    wide = tuple(elements.double() * scale for elements, scale in zip(cache, scales, strict=True))
-    reference = TorchPagedAttention(KVCache.over([wide]), heads, window)
     assert out.isfinite().all()
     for row, (place, count) in enumerate(zip(places.tolist(), fed.tolist(), strict=True)):
         one, own = slice(row, row + 1), slice(place, place + count)
-        expected = torch.empty_like(q[own]).double()
-        reference.step(AttentionBatch(fed[one], lens[one], slots[one], table)).run(
-            0, q[own].double(), expected
-        )
-        error = (out[own].double() - expected).norm() / expected.norm()
-        assert error < 2e-3, f"{heads} heads, {queries} queries, ragged {ragged}, row {row}: {error}"
+        batch = AttentionBatch(fed[one], lens[one], slots[one], table)
+        error = error_of(out[own], q[own], cache, batch, window, scales=scales)
+        assert (error < 2e-3).all(), f"{heads} heads, {queries} queries, ragged {ragged}, row {row}: {error}"
     assert not space.counters.any()
 
 
 def check_prefixes(heads: int, kv_heads: int, dim: int = 32) -> None:
     """Rows that share prefixes, of which one is longer than a part and one has more rows than a tile, and
     rows that share none; against float64."""
-    from flashinfer_backend.attention import split, triton_decode, triton_prefix
-    from flashinfer_backend.attention.batch import AttentionBatch
-    from flashinfer_backend.attention.prefixes import PREFIX_WORDS, PrefixTiles, find_prefixes
-    from flashinfer_backend.attention.torch_paged import TorchPagedAttention
-    from flashinfer_backend.cache.device import KVCache
-    from flashinfer_backend.ops import device
+    from flashinfer_backend.attention import triton_decode, triton_prefix
 
     torch.manual_seed(2)
     alike, tokens = [17, 2, 3], [336, 576, 144]  # rows of each set, and what they share
@@ -205,9 +206,7 @@ def check_prefixes(heads: int, kv_heads: int, dim: int = 32) -> None:
         used = words[: tiles.sizes[0]].reshape(-1, PREFIX_WORDS)
         assert (used[:, 5] > 1).any() and (items[:, 4] > 1).any()
         assert ((items[:, 4] == 1) & (items[:, 6] > 0)).any()
-        space = triton_decode.DecodeWorkspace(
-            rows, count + tiles.cells, heads, kv_heads, dim, torch.device("cpu")
-        )
+        space = triton_decode.DecodeWorkspace(rows, count + tiles.cells, heads, kv_heads, dim, CPU)
         space.out.fill_(float("nan"))
         out = torch.empty_like(q)
         work = triton_prefix.SharedWork(*map(torch.from_numpy, (used, words[tiles.sizes[0] :])))
@@ -215,19 +214,14 @@ def check_prefixes(heads: int, kv_heads: int, dim: int = 32) -> None:
         triton_decode.decode(
             q, cache, out, torch.from_numpy(items), table, space, dim**-0.5, native=False, shared=True
         )
-    reference = TorchPagedAttention(KVCache.over([tuple(part.double() for part in cache)]), heads)
-    expected = torch.empty_like(q).double()
-    reference.step(AttentionBatch(np.ones(rows, np.int32), lens, slots, table)).run(0, q.double(), expected)
-    error = (out.double() - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
+    error = error_of(out, q, cache, AttentionBatch(np.ones(rows, np.int32), lens, slots, table))
     assert (error < 2e-3).all(), f"{heads} heads of {dim}: {error.tolist()}"
     assert not space.counters.any()
 
 
 def check_elements() -> None:
     """Every number of e4m3: over one token, the result is the token's value."""
-    from flashinfer_backend.attention import split, triton_decode
-    from flashinfer_backend.ops import device
-    from flashinfer_backend.ops.fp8 import E4M3
+    from flashinfer_backend.attention import triton_decode
 
     every = torch.arange(256, dtype=torch.uint8).view(E4M3).float()
     values = torch.where(every.isnan(), 0.0, every).to(E4M3).view(2, 1, 1, 128)
@@ -235,7 +229,7 @@ def check_elements() -> None:
     cache[1].view(torch.uint8)[:, :1] = values.view(torch.uint8)
     items, table = np.zeros((3, split.ITEM_WORDS), np.int32), torch.tensor([[0], [1]], dtype=torch.int32)
     split.split_rows(np.ones(2, np.int32), np.arange(2, dtype=np.int32), 3, items)
-    space = triton_decode.DecodeWorkspace(2, 3, 4, 1, 128, torch.device("cpu"))
+    space = triton_decode.DecodeWorkspace(2, 3, 4, 1, 128, CPU)
     q, words = torch.ones(2, 4, 128).half(), torch.from_numpy(items)
     out = torch.empty_like(q)
     with device.use(numbers(*TILES[0])):

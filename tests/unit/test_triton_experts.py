@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import functools
 import os
-import subprocess
 import sys
 
-import pytest
 import torch
 import torch.nn.functional as F
+from interpreted import interpreted
 from torch import nn
 
 from flashinfer_backend.core.tuned import ExpertBlock, ExpertTile
@@ -165,11 +164,7 @@ def as_float(weight: Weight) -> Weight:
 
 
 def test_experts_in_the_interpreter():
-    """In a process of its own: what is interpreted is decided when Triton is imported."""
-    pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    interpreted(__file__)
 
 
 if __name__ == "__main__":
