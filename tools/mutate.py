@@ -58,10 +58,10 @@ TESTS = {
     "transport/gpus": "unit/test_router.py",
     "transport/loads": "unit/test_router.py",
     "transport/orphans": "unit/test_orphans.py unit/test_other_users.py unit/test_watchdog.py",
-    "transport/peers": "unit/test_peers.py unit/test_keeper.py",
+    "transport/peers": "unit/test_keeper.py",
     "transport/prefixes": "unit/test_router.py",
     "transport/rundir": "unit/test_keeper.py unit/test_orphans.py unit/test_other_users.py",
-    "transport/seen": "unit/test_seen.py unit/test_departed.py",
+    "transport/seen": "unit/test_departed.py",
     "transport/stand_in": "unit/test_probe.py",
     "structured": (
         "unit/test_json_schema.py unit/test_grammars.py unit/test_strict_calls.py "

@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -408,3 +409,25 @@ def test_a_process_may_have_any_name(run_dir: Path) -> None:
         (run_dir.parent / f"{other.pid}-llm").mkdir(parents=True)
         rundir.create(run_dir)
         other.stdin.close()
+
+
+def test_a_stub_that_takes_no_messages_keeps_none_from_the_others(tmp_path: Path) -> None:
+    (tmp_path / "stubs").mkdir()
+    peers = PeerSocket(tmp_path)
+    peers._sender.settimeout(0.05)
+    deaf = [socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(4)]
+    try:
+        for number, each in enumerate(deaf):  # some of them are listed before this process
+            each.bind(str(tmp_path / f"stubs/{number}.sock"))
+        with pytest.raises(TimeoutError):
+            while True:
+                peers.tell_all(b"Sone")
+                assert peers.receive() == [b"Sone"]
+        peers.receive()
+        with pytest.raises(TimeoutError, match=r"process \d and \d and \d and \d of the model takes no"):
+            peers.tell_all(b"Stwo")
+        assert peers.receive() == [b"Stwo"]
+    finally:
+        peers.close()
+        for each in deaf:
+            each.close()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of the OpenAI API without an engine: templates, defaults, tools, chunks of any number of tokens."""
+"""Parts of the OpenAI API without an engine: templates, defaults, tools, chunks of any number of tokens, kept
+responses."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from flashinfer_backend.core.bounds import CONVERSATION
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.openai import store as store_module
 from flashinfer_backend.openai.answer import Usage
 from flashinfer_backend.openai.app import LARGE_BODY, Access, make_app
 from flashinfer_backend.openai.chat import Answer, Conversation, Turn
@@ -33,6 +35,7 @@ from flashinfer_backend.openai.model import Model
 from flashinfer_backend.openai.requests import ChatRequest, ResponsesRequest, decode
 from flashinfer_backend.openai.responses import messages_of, offered_tools
 from flashinfer_backend.openai.sampling import NO_TOKENS, Defaults, Length, Limits, sampling_params
+from flashinfer_backend.openai.store import Store
 from flashinfer_backend.openai.template import ChatTemplate, plain_messages
 from flashinfer_backend.openai.tools import AUTO, Tools, read_tools
 from flashinfer_backend.serving.generation import Chunk, GenerationRequest
@@ -728,3 +731,37 @@ def test_errors_name_the_place_in_the_request(items, place, instructions):
     with pytest.raises(ApiError) as error:
         plain_messages(*messages_of(decode(ResponsesRequest, json.dumps(body).encode())), field="input")
     assert place in str(error.value) and str(error.value.param) in place
+
+
+def kept_of(store: Store, *names: str) -> list[bool]:
+    found = []
+    for name in names:
+        try:
+            found.append(json.loads(store.response(name))["id"] == name)
+        except ApiError as error:
+            assert error.status == 404
+            found.append(False)
+    return found
+
+
+def put(store: Store, name: str, size: int = 0) -> None:
+    store.put(name, [{"text": "x" * size}], {"id": name})
+
+
+def test_bytes_and_number_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(400)
+    put(store, "a", 150)
+    put(store, "b", 150)
+    assert kept_of(store, "b", "a") == [True, True]
+    put(store, "c", 150)  # b has not been used for the longest time
+    assert kept_of(store, "a", "b", "c") == [True, False, True]
+    put(store, "large", 400)
+    assert kept_of(store, "a", "large", "c") == [True, False, True]
+    assert store.items("a", "p") == [{"text": "x" * 150}]
+    store.delete("a")
+    put(store, "d", 150)
+    put(store, "e", 20)
+    assert kept_of(store, "a", "c", "d", "e") == [False, True, True, True]
+    monkeypatch.setattr(store_module, "MOST_STORED", 3)
+    put(store, "f")
+    assert kept_of(store, "c", "d", "e", "f") == [False, True, True, True]

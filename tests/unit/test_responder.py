@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens of sequences to responses: order, merging, stop words, ends. Only Triton itself is replaced."""
+"""Tokens of sequences to responses: order, merging, stop words, ends, waiting for postprocessing.
+Only Triton itself is replaced."""
 
 # ruff: noqa: F401, F811  (fixtures are imported, and are parameters of the same name)
 from __future__ import annotations
 
 import dataclasses
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from responder_bench import FINAL, TIMEOUT_S, Bench, Error, bench, feed, row
+from responder_bench import FINAL, TIMEOUT_S, Bench, Error, Sender, bench, feed, row
 
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.sampling_params import SamplingParams
@@ -19,9 +21,15 @@ from flashinfer_backend.text.chunk import unpack_chunk
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.transport import protocol
+from flashinfer_backend.triton_server import responder
 from flashinfer_backend.triton_server.outputs import Place
 from flashinfer_backend.triton_server.requests import Row
-from flashinfer_backend.triton_server.responder import MOST_UNSENT_BYTES, SENDER_THREADS
+from flashinfer_backend.triton_server.responder import (
+    AHEAD_NS,
+    LOOK_AGAIN_S,
+    MOST_UNSENT_BYTES,
+    SENDER_THREADS,
+)
 from flashinfer_backend.triton_server.sequence import Sequence
 
 
@@ -219,3 +227,152 @@ def test_large_logits_for_the_ensemble_wait_until_those_before_are_sent(bench: B
     bench.caught_up.set()
     assert second.ended.wait(TIMEOUT_S)
     assert [tensors["context_logits"].nbytes for tensors, _, _ in second.sent if tensors] == [len(large)]
+
+
+ROOM = 300_000
+FITS = 20_000  # ids: more than LARGE_BYTES, less than ROOM
+TOO_MANY = 40_000
+
+
+def finish(bench: Bench, sender: Sender, tokens: int) -> None:
+    _, request = bench.open(row(streaming=False, exclude_input=True), sender=sender)
+    feed(request.sequences[0], *range(tokens), end=protocol.FINISHED_LENGTH)
+    assert sender.ended.wait(TIMEOUT_S)
+    bench.wait_closed()
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_a_large_response_is_sent_before_its_flag(bench: Bench, decoupled: bool) -> None:
+    sender = Sender(ROOM, decoupled)
+    finish(bench, sender, FITS)
+    assert sender.ids == [list(range(FITS))]
+    assert [flags for _, flags, _ in sender.sent] == [0, FINAL]
+
+
+def test_a_small_response_carries_its_flag(bench: Bench) -> None:
+    sender = Sender(ROOM)
+    finish(bench, sender, 100)
+    assert [flags for _, flags, _ in sender.sent] == [FINAL]
+
+
+def test_what_does_not_fit_is_answered_with_an_error(bench: Bench) -> None:
+    sender = Sender(ROOM)
+    finish(bench, sender, TOO_MANY)
+    _, flags, error = sender.sent[-1]
+    assert error is not None and "cannot send a response: Failed to increase" in error.message
+    assert flags == FINAL and len(sender.sent) == 1
+
+
+def test_not_decoupled_what_does_not_fit_ends(bench: Bench, capfd: pytest.CaptureFixture[str]) -> None:
+    """The one response that may be sent was tried: the server makes an error of an end without any. The log
+    says why."""
+    sender = Sender(ROOM, decoupled=False)
+    finish(bench, sender, TOO_MANY)
+    assert sender.sent == [({}, FINAL, None)]
+    bench.responder.close()  # it writes to the log behind the end
+    assert "Failed to increase the shared memory pool" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_what_cannot_fit_is_not_tried(bench: Bench, monkeypatch: pytest.MonkeyPatch, decoupled: bool) -> None:
+    full = SimpleNamespace(f_bavail=ROOM // 10, f_frsize=10)
+    monkeypatch.setattr(responder.os, "statvfs", lambda _: full)
+    sender = Sender(ROOM, decoupled)
+    finish(bench, sender, TOO_MANY)
+    ((_, flags, error),) = sender.sent
+    assert error is not None and "has 0.5 MiB, and /dev/shm has room for 0.3 MiB" in error.message
+    assert flags == FINAL
+    another = Sender(ROOM, decoupled)
+    finish(bench, another, FITS)
+    assert another.ids == [list(range(FITS))]
+
+
+def wait_sent(sender: Sender, ids: list[list[int]]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while sender.ids != ids and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert sender.ids == ids
+
+
+def run_ahead(bench: Bench, sender: Sender, sequence: Sequence) -> None:
+    """Two chunks, of which postprocessing had the first only, and then a pause."""
+    feed(sequence, 1)
+    wait_sent(sender, [[1]])
+    bench.seen_ns = time.monotonic_ns()
+    time.sleep(2 * AHEAD_NS / 1e9)
+    feed(sequence, 2)
+    wait_sent(sender, [[1], [2]])
+
+
+def third_waits_a_while(sender: Sender, sequence: Sequence) -> None:
+    """A third chunk waits, and goes without postprocessing having had the second."""
+    feed(sequence, 3)
+    time.sleep(5 * LOOK_AGAIN_S)
+    assert sender.ids == [[1], [2]]
+    wait_sent(sender, [[1], [2], [3]])
+
+
+def test_a_stream_ahead_of_postprocessing_waits_and_goes_on_with_one_chunk(bench: Bench) -> None:
+    sender, request = bench.open(row())
+    run_ahead(bench, sender, request.sequences[0])
+    feed(request.sequences[0], 3, 4)
+    feed(request.sequences[0], 5)
+    time.sleep(5 * LOOK_AGAIN_S)
+    assert sender.ids == [[1], [2]]
+    bench.seen_ns = None
+    wait_sent(sender, [[1], [2], [3, 4, 5]])
+    feed(request.sequences[0], 6)
+    wait_sent(sender, [[1], [2], [3, 4, 5], [6]])
+
+
+def test_the_end_of_a_stream_does_not_wait_for_postprocessing(bench: Bench) -> None:
+    sender, request = bench.open(row())
+    run_ahead(bench, sender, request.sequences[0])
+    feed(request.sequences[0], 3)
+    feed(request.sequences[0], protocol.NO_TOKEN, end=protocol.FINISHED_CANCELLED)
+    assert sender.ended.wait(TIMEOUT_S)
+    assert sender.ids == [[1], [2], [3]]
+
+
+def test_streams_that_wait_are_sent_at_the_end(bench: Bench) -> None:
+    sender, request = bench.open(row())
+    run_ahead(bench, sender, request.sequences[0])
+    feed(request.sequences[0], 3)
+    time.sleep(5 * LOOK_AGAIN_S)
+    bench.responder.close()
+    assert sender.ids == [[1], [2], [3]]
+
+
+def test_no_stream_waits_for_ever(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Postprocessing has noted the older of its last two chunks: the stream would wait for a third."""
+    monkeypatch.setattr(responder, "MOST_WAIT_NS", 300_000_000)
+    sender, request = bench.open(row())
+    run_ahead(bench, sender, request.sequences[0])
+    third_waits_a_while(sender, request.sequences[0])
+
+
+def test_a_stream_that_postprocessing_never_gets_waits_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client has not requested the text. Should postprocessing only be late, the stream waits again."""
+    monkeypatch.setattr(responder, "MOST_WAIT_NS", 300_000_000)
+    bench.last_ns = 0
+    sender, request = bench.open(row())
+    run_ahead(bench, sender, request.sequences[0])
+    third_waits_a_while(sender, request.sequences[0])
+    feed(request.sequences[0], 4)
+    time.sleep(5 * LOOK_AGAIN_S)
+    assert sender.ids == [[1], [2], [3], [4]]
+    bench.last_ns = 1
+    feed(request.sequences[0], 5)
+    time.sleep(5 * LOOK_AGAIN_S)
+    assert sender.ids == [[1], [2], [3], [4]]
+    wait_sent(sender, [[1], [2], [3], [4], [5]])
+
+
+def test_a_client_of_llm_itself_never_waits(bench: Bench) -> None:
+    sender, request = bench.open(row())
+    request.in_ensemble = False
+    run_ahead(bench, sender, request.sequences[0])
+    feed(request.sequences[0], 3)
+    wait_sent(sender, [[1], [2], [3]])
