@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -390,13 +389,6 @@ def test_any_cut_gives_the_same(name: str, text: str, cuts: list[int]) -> None:
     whole = read(make, text, [])
     assert read(make, text, cuts) == whole
     assert read(make, text, list(range(len(text)))) == whole
-
-
-def test_what_a_call_says_is_json() -> None:
-    for name, (_, _, events) in CASES.items():
-        for event in merged(events):
-            if event.kind == ARGUMENTS and "cut off" not in name:
-                json.loads(event.text)
 
 
 def test_arguments_nested_too_deeply_for_a_look_pass_as_they_are() -> None:

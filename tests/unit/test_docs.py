@@ -192,11 +192,6 @@ def test_knobs_of_the_migration_table_exist():
     assert seen > 15
 
 
-def test_defaults_named_in_the_migration_table():
-    assert BY_NAME["enable_chunked_context"].default == BY_NAME["enable_kv_cache_reuse"].default == "true"
-    assert BY_NAME["batch_scheduler_policy"].default == "max_utilization"
-
-
 def test_example_answer_is_the_bundled_models():
     command = re.search(r"generate -d '(\{.*\})'\n(\{.*\})\n", README)
     printed = re.search(r'--max-tokens (\d+) "(.*)"\n(.*)\n```', README)

@@ -1,12 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How weights of 4 bits are quantised and packed."""
+"""How weights of 4 bits are quantised and packed; and the Triton kernel that writes them out in Triton's
+interpreter, without a GPU: which element goes where.
+
+In float16: the interpreter rounds bfloat16 otherwise. The instructions that make numbers of 4 bits on a GPU
+have a plain counterpart there; tests/gpu/test_int4.py runs the real ones.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from interpreted import interpreted
 
 from flashinfer_backend.ops import int4
+
+ROWS, INNER = 100, 512
+CASES = [(group, symmetric) for group in (32, 64, 128, INNER) for symmetric in (False, True)]
+
+
+def run_case(group: int, symmetric: bool) -> None:
+    from flashinfer_backend.ops import triton_int4
+
+    torch.manual_seed(0)
+    values, scale, zero = int4.quantise(torch.randn(ROWS, INNER), INNER // group, symmetric)
+    packed, scale = int4.pack(values), scale.half().contiguous()
+    zeros = None if symmetric else zero.contiguous()
+    written = triton_int4.dequantise(packed, scale, zeros, torch.float16, native=False)
+    assert torch.equal(written, int4.dequantise(packed, scale, zeros).half()), f"{group} {symmetric}"
+
+
+def test_the_kernel_in_the_interpreter():
+    interpreted(__file__)
 
 
 @pytest.mark.parametrize("columns", [4, 12, 96, 192, 256])
@@ -40,3 +64,8 @@ def test_quantising_is_within_half_a_step(symmetric):
     # The largest numbers of a symmetric group are half a step beyond 7 steps.
     assert ((found - x).abs() <= step * (0.5001 if symmetric else 1.0001)).all()
     assert (found[3] == 0).all()
+
+
+if __name__ == "__main__":
+    for case in CASES:
+        run_case(*case)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton's kernels that change logits, in its interpreter, without a GPU: bit for bit those of plain torch.
-tests/gpu/test_sampling.py runs the real ones."""
+"""Triton's kernels that change logits, in its interpreter, without a GPU: bit for bit those of plain torch, and
+those of top-k with a small k as the filters are defined. tests/gpu/test_sampling.py runs the real ones."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from interpreted import interpreted
 
 from flashinfer_backend.ops import torch_ops
 from flashinfer_backend.ops.torch_ops import Penalties
+from flashinfer_backend.sampling.filters import min_p_mask, sorted_mask
 
 EXTREMES = [float("nan"), float("inf"), float("-inf"), 3e38, -3e38]
 
@@ -54,6 +55,26 @@ def check_penalties(vocab: int) -> None:
     assert (own != logits).any(dim=1).tolist() == [True, True, True, False, False, True]
 
 
+def check_filters(
+    logits: torch.Tensor, top_k: list[int], top_p: list[float], min_p: list[float], off: int = 0
+) -> None:
+    """off: how many tokens sums in another order may add or take away."""
+    from flashinfer_backend.ops import triton_filters
+
+    rows, given = torch.randperm(len(logits))[: len(top_k)], logits.clone()
+    temperature = torch.rand(len(logits)) + 0.5
+    k, p, m = torch.tensor(top_k, dtype=torch.int32), torch.tensor(top_p), torch.tensor(min_p)
+    triton_filters.keep_likeliest(logits, rows, temperature, k, p, m, 64)
+    scaled = given[rows] / temperature[rows].unsqueeze(1)
+    kept = sorted_mask(scaled, k, p) & min_p_mask(scaled, m)
+    expected = given[rows].masked_fill(~kept, float("-inf"))
+    wrong = (logits[rows] != expected).sum(dim=1)
+    assert (wrong <= off).all(), f"{top_k}, {top_p}, {min_p}: {wrong.tolist()}"
+    others = torch.ones(len(logits), dtype=torch.bool)
+    others[rows] = False
+    assert torch.equal(logits[others], given[others])
+
+
 def test_kernels_in_the_interpreter():
     interpreted(__file__)
 
@@ -63,3 +84,22 @@ if __name__ == "__main__":
     check_copies()
     for size in (50, 3000):
         check_penalties(size)
+    for vocab in (64, 1000, 9001):
+        # Of 16 bits: many logits are alike.
+        logits = (torch.randn(6, vocab) * 3).bfloat16().float()
+        logits[0, 5], logits[1, 3:9] = float("-inf"), torch.tensor([0.0, -0.0, 0.0, -0.0, 0.0, 1e30])
+        most = min(vocab, 64)
+        check_filters(logits.clone(), [1, 20, most, 50], [1.0] * 4, [0.0] * 4)
+        check_filters(logits.clone(), [50, 20, most, 2, 1], [1.0] * 5, [0.0, 0.3, 1.0, 0.01, 0.5])
+        check_filters(logits.clone(), [50, 20, most, 50], [0.9, 0.5, 1e-6, 0.999], [0.0] * 4, off=2)
+    alike = torch.zeros(3, 5000)
+    alike[:, 100:103] = 2.0  # as many as the k of some row, fewer than that of others
+    for share in (1.0, 0.3):
+        for same in ([3] * 3, [2, 50, 64]):
+            check_filters(alike.clone(), same, [share] * 3, [0.0] * 3)
+            check_filters(torch.full((3, 5000), float("-inf")), same, [share] * 3, [0.0] * 3)
+            check_filters(torch.zeros(3, 5000), same, [share] * 3, [0.0] * 3)
+    # All that is above the bound in few blocks: the 20 largest are neighbours.
+    crowded = torch.randn(2, 9000)
+    crowded[:, 130:190] += 20
+    check_filters(crowded.clone(), [20, 64], [1.0, 1.0], [0.0, 0.0])

@@ -139,11 +139,6 @@ def test_a_tiling_that_does_not_fit_is_left_out(h200):
         assert tilings.choose("qkv", 8, torch.empty(64, 256, device="meta")) is not None
 
 
-def test_names_of_files():
-    assert tuned.slug("NVIDIA H200") == "nvidia-h200"
-    assert tuned.slug("NVIDIA H100 80GB HBM3") == "nvidia-h100-80gb-hbm3"
-
-
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_files_are_as_they_would_be_written(path, tmp_path):
     numbers = tuned.read(path)
