@@ -38,7 +38,7 @@ def answering(
     **options: Any,
 ) -> Iterator[tuple[psutil.Popen, psutil.Process, Path]]:
     """A real engine in the middle of an answer, or behind one of a single token; the process of its rank 1,
-    and its run directory."""
+    and its run directory. It logs to tmp_path / "log"."""
     run_dir, config_path = tmp_path / f"{os.getpid()}-llm", tmp_path / "config"
     config = EngineConfig(
         model_dir="bundled", device="cpu", max_tokens_in_paged_kv_cache=4096, tensor_parallel_size=2
@@ -46,7 +46,8 @@ def answering(
     config_path.write_bytes(msgspec.json.encode(config))
     rundir.create(run_dir)
     command = [sys.executable, *module, "--run-dir", str(run_dir), "--config", str(config_path)]
-    process = psutil.Popen([*command, "--parent-pid", str(os.getpid())], **options)
+    with (tmp_path / "log").open("w") as log:
+        process = psutil.Popen([*command, "--parent-pid", str(os.getpid())], stderr=log, **options)
     try:
         wait_for(lambda: (run_dir / "engine.sock").exists() or process.poll())
         (rank,) = process.children()
@@ -80,7 +81,7 @@ def test_an_engine_whose_step_waits_for_a_rank_that_hangs_is_not_killed(tmp_path
 
 def test_an_engine_that_is_told_to_end_ends_in_order_with_its_ranks(tmp_path: Path) -> None:
     """Rank 1 is told when the device of rank 0 needs it no more, and nothing is killed."""
-    with (tmp_path / "log").open("w") as log, answering(tmp_path, stderr=log) as (process, rank, _):
+    with answering(tmp_path) as (process, rank, _):
         process.terminate()
         assert process.wait(TIMEOUT_S) == 0
         assert not rank.is_running()
@@ -90,10 +91,7 @@ def test_an_engine_that_is_told_to_end_ends_in_order_with_its_ranks(tmp_path: Pa
 
 
 def test_the_end_of_an_engine_tells_which_rank_it_waits_for(tmp_path: Path) -> None:
-    with (
-        (tmp_path / "log").open("w") as log,
-        answering(tmp_path, stderr=log, max_tokens=1) as (process, rank, _),
-    ):
+    with answering(tmp_path, max_tokens=1) as (process, rank, _):
         rank.suspend()
         process.terminate()
         assert process.wait(TIMEOUT_S) == 0
@@ -119,10 +117,7 @@ sys.exit(engine.main())
 
 
 def test_a_library_that_keeps_the_interpreters_lock_does_not_keep_the_engine(tmp_path: Path) -> None:
-    with (
-        (tmp_path / "log").open("w") as log,
-        answering(tmp_path, ("-c", KEEPS_THE_LOCK), stderr=log) as (process, rank, _),
-    ):
+    with answering(tmp_path, ("-c", KEEPS_THE_LOCK)) as (process, rank, _):
         process.terminate()
         assert process.wait(TIMEOUT_S) == 1
         psutil.wait_procs([rank], timeout=TIMEOUT_S)
@@ -147,10 +142,7 @@ sys.exit(engine.main())
 
 def test_a_step_that_fails_first_does_not_hide_that_a_rank_has_ended(tmp_path: Path) -> None:
     """The collective sees it at once; the thread that can say whose fault it is may come later."""
-    with (
-        (tmp_path / "log").open("w") as log,
-        answering(tmp_path, ("-c", SLOW_TO_SEE), stderr=log) as (process, rank, _),
-    ):
+    with answering(tmp_path, ("-c", SLOW_TO_SEE)) as (process, rank, _):
         rank.kill()
         assert process.wait(TIMEOUT_S) == 1
     assert "CRITICAL rank 1 has ended; this process ends" in (tmp_path / "log").read_text()

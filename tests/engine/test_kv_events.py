@@ -144,16 +144,22 @@ def test_what_cannot_be_bound_is_said(knob: str) -> None:
             start_core(Path("bundled"), **endpoints | {knob: f"tcp://127.0.0.1:{port}"})
 
 
-def test_messages_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashinfer_backend.engine.kv_events.KEPT", 5)
-    monkeypatch.setattr("flashinfer_backend.engine.kv_events.KEPT_BYTES", 100)
+def replaying(sizes: list[int]) -> tuple[Replay, str]:
+    """A replay that keeps messages of these sizes, and where it answers."""
     router = zmq.Context.instance().socket(zmq.ROUTER)
     port = router.bind_to_random_port("tcp://127.0.0.1")
     replay = Replay(router)
-    for number, size in enumerate([30] * 3 + [10] * 6 + [90]):
-        replay.keep(number.to_bytes(8, "big"), b"x" * size)
+    for number, size in enumerate(sizes):
+        replay.keep(number.to_bytes(8, "big"), bytes(size))
+    return replay, f"tcp://127.0.0.1:{port}"
+
+
+def test_messages_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashinfer_backend.engine.kv_events.KEPT", 5)
+    monkeypatch.setattr("flashinfer_backend.engine.kv_events.KEPT_BYTES", 100)
+    replay, address = replaying([30] * 3 + [10] * 6 + [90])
     with zmq.Context.instance().socket(zmq.DEALER) as late:
-        late.connect(f"tcp://127.0.0.1:{port}")
+        late.connect(address)
         late.send_multipart([b"", bytes(8)])
         found = [late.recv_multipart() for _ in range(3)]
     replay.close()
@@ -181,13 +187,9 @@ def test_who_sends_too_much_is_cut(kinds: tuple[int, int]) -> None:
 
 
 def test_the_end_does_not_wait_for_a_router_that_reads_slowly() -> None:
-    router = zmq.Context.instance().socket(zmq.ROUTER)
-    port = router.bind_to_random_port("tcp://127.0.0.1")
-    replay = Replay(router)
-    for number in range(9000):
-        replay.keep(number.to_bytes(8, "big"), bytes(7000))
+    replay, address = replaying([7000] * 9000)
     with zmq.Context.instance().socket(zmq.DEALER) as late:
-        late.connect(f"tcp://127.0.0.1:{port}")
+        late.connect(address)
         late.send_multipart([b"", bytes(8)])
         assert late.poll(10_000)
         ending = threading.Thread(target=replay.close)
@@ -205,18 +207,14 @@ def test_a_router_that_reads_slowly_keeps_no_other_waiting(
     """It reads on, so that no message waits for READS_S."""
     monkeypatch.setattr("flashinfer_backend.engine.kv_events.ANSWER_S", 0.3)
     monkeypatch.setattr("flashinfer_backend.engine.kv_events.READS_S", 60.0)
-    router = zmq.Context.instance().socket(zmq.ROUTER)
-    port = router.bind_to_random_port("tcp://127.0.0.1")
-    replay = Replay(router)
-    for number in range(9000):
-        replay.keep(number.to_bytes(8, "big"), bytes(7000))
+    replay, address = replaying([7000] * 9000)
     with (
         zmq.Context.instance().socket(zmq.DEALER) as slow,
         zmq.Context.instance().socket(zmq.DEALER) as other,
     ):
         slow.rcvhwm, slow.rcvbuf = 1, 4096
         for each, first in ((slow, 0), (other, 8999)):
-            each.connect(f"tcp://127.0.0.1:{port}")
+            each.connect(address)
             each.send_multipart([b"", first.to_bytes(8, "big")])
             assert slow.poll(10_000)
         read = 0

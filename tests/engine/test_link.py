@@ -211,15 +211,6 @@ def test_a_stop_request_that_cannot_be_handled_harms_nothing(shared: Shared) -> 
     assert len(complete(shared.link)) == 8
 
 
-def test_requests_of_a_killed_stub_are_dropped(shared: Shared) -> None:
-    stub = _Stub(shared.run_dir, generate=400)
-    stub.expect("generating")
-    wait_for(lambda: shared.status.requests_active == 1)
-    stub.kill()
-    wait_for(lambda: shared.status.requests_active == 0)
-    complete(shared.link)
-
-
 @pytest.mark.parametrize("victim", ["engine", "keeper"])
 def test_a_killed_engine_fails_open_requests_and_is_replaced(shared: Shared, victim: str) -> None:
     """An engine whose keeper is killed ends as well; the link starts the next keeper."""
@@ -286,10 +277,10 @@ def test_an_engine_that_is_started_again_holds_up_no_other(run_dir: Path) -> Non
 def test_several_stubs_have_one_engine_which_is_replaced(run_dir: Path) -> None:
     stubs = [_Stub(run_dir) for _ in range(3)]
     try:
-        pids = {stub.expect("ready") for stub in stubs}
+        pids = {stub.ready() for stub in stubs}
         assert len(pids) == 1 and len(engines(run_dir)) == 1
         os.kill(pids.pop(), signal.SIGKILL)
-        again = {stub.expect("ready") for stub in stubs}
+        again = {stub.ready() for stub in stubs}
         assert len(again) == 1 and engines(run_dir) == list(again)
     finally:
         for stub in stubs:
@@ -307,27 +298,17 @@ def test_run_directories_of_dead_servers_are_removed(tmp_path: Path) -> None:
 
 
 class _Stub:
-    """Another process with a link of its own; says `ready` with the engine's pid whenever one is."""
+    """Another process with a link of its own; says the engine's pid whenever one is ready."""
 
-    def __init__(self, run_dir: Path, generate: int = 0) -> None:
+    def __init__(self, run_dir: Path) -> None:
         context = multiprocessing.get_context("spawn")
         self._said, self._done = context.Queue(), context.Event()
-        self._process = context.Process(
-            target=_stub, args=(run_dir, os.getpid(), generate, self._said, self._done)
-        )
+        arguments = run_dir, os.getpid(), self._said, self._done
+        self._process = context.Process(target=_stub, args=arguments)
         self._process.start()
-        assert self._process.pid is not None
-        self.pid = self._process.pid
 
-    def expect(self, what: str) -> int:
-        said, value = self._said.get(timeout=TIMEOUT_S)
-        while said != what:
-            said, value = self._said.get(timeout=TIMEOUT_S)
-        return int(value)
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.join(TIMEOUT_S)
+    def ready(self) -> int:
+        return int(self._said.get(timeout=TIMEOUT_S))
 
     def end(self) -> None:
         if self._process.exitcode is None:  # set() waits for the other side
@@ -336,16 +317,12 @@ class _Stub:
         assert not self._process.is_alive()
 
 
-def _stub(run_dir: Path, server_pid: int, generate: int, said: Any, done: Any) -> None:
+def _stub(run_dir: Path, server_pid: int, said: Any, done: Any) -> None:
     link = connect(run_dir, owner=server_pid)
     link.wait_ready()
     reported = 0
-    if generate:
-        answer = submit(link, generate)
-        answer.started.wait(TIMEOUT_S)
-        said.put(("generating", 0))
     while not done.wait(0.02):
         if link.up and link.status is not None and link.status.pid != reported:
             reported = link.status.pid
-            said.put(("ready", reported))
+            said.put(reported)
     link.close()

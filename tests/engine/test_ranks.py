@@ -38,6 +38,7 @@ from flashinfer_backend.worker import ranks
 from flashinfer_backend.worker.warm_up import prompt_plan
 from quantised import make_quantised
 from thinned import some
+from waiting import wait_for
 
 PROMPTS = make_prompts(8)
 # Everything that rows can ask for, in one batch.
@@ -252,10 +253,7 @@ def test_ranks_as_processes(bundled, tmp_path, monkeypatch, caplog, capfd):
     with serve(core, tmp_path / "two") as client:
         assert client.generate(prompts, params) == expected
     process.kill()
-    deadline = time.monotonic() + 120
-    while not lost:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(lambda: lost)
     assert lost == ["rank 1 has ended"]
     with pytest.raises(ranks.RanksLostError, match="rank 1 has ended"):
         others.send(None)  # type: ignore[arg-type]

@@ -202,18 +202,6 @@ def test_tools_that_may_not_be_called(client: openai.OpenAI, door: OpenAiServer)
     assert answer.usage.prompt_tokens < shown - 50
 
 
-def test_answers_to_calls_are_shown_to_the_model(door: OpenAiServer) -> None:
-    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ulm"}'}}
-    messages = [
-        *ASK,
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "Rain."}]},
-    ]
-    tokens = door.call("/tokenize", {"messages": messages})[2]["tokens"]
-    text = door.call("/detokenize", {"tokens": tokens})[2]["prompt"]
-    assert text.endswith("Paris?\nAnswer: weather(Ulm)\nRain.\n")
-
-
 def test_the_clients_own_models_of_answers(client: openai.OpenAI) -> None:
     parsed = client.chat.completions.parse(
         model="tiny-chat", messages=ASK, response_format=Animal, max_tokens=200, temperature=0.0

@@ -145,20 +145,6 @@ def test_postprocessing_that_is_stopped_for_good_does_not_stop_the_service(harme
     wait_for(lambda: harmed.ready() and harmed.answers(PROMPT), "an answer", 120)
 
 
-def test_a_moment_without_postprocessing_does_not_stop_the_service(harmed: Server) -> None:
-    """After it this tritonserver mostly aborts under load."""
-    streams = start_streams(harmed, 12, 400)  # which it may stream to their end
-    victims = harmed.matching("/postprocessing/1/")
-    for victim in victims:
-        victim.suspend()
-    time.sleep(1.5)
-    for victim in victims:
-        with contextlib.suppress(psutil.Error):
-            victim.resume()
-    streams.join()
-    wait_for(lambda: harmed.ready() and harmed.answers(PROMPT), "an answer", 120)
-
-
 def test_a_tritonserver_that_stands_still_alone_keeps_its_processes(harmed: Server) -> None:
     """Nothing is given up then, though a process of llm waits for it meanwhile, and runs nothing else."""
     wait_for(lambda: harmed.ready() and not harmed.engine_status().requests_active, "quiet")
