@@ -445,11 +445,12 @@ class Config:
             raise ValueError("use_sliding_window is true, but sliding_window is 0; set the window's length")
         return self.window()
 
-    def windows(self, window: int | None, first: int = 0) -> list[int | None]:
-        """Each layer's by layer_types, or without them from layer `first` on."""
-        types = self.layer_types()
+    def windows(self, window: int | None, first: int = 0, every: int = 0) -> list[int | None]:
+        """Each layer's by layer_types, or without them from layer `first` on, but for each layer whose number
+        is a multiple of `every` (0: none)."""
+        types, numbers = self.layer_types(), range(1, self.num_layers + 1)
         if types is None:
-            return [window if index >= first else None for index in range(self.num_layers)]
+            return [window if n > first and not (every and n % every == 0) else None for n in numbers]
         if "sliding_attention" in types and window is None:
             raise ValueError(
                 "layer_types has sliding_attention, but sliding_window is not set or not used; set it"

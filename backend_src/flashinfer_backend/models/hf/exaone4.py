@@ -27,7 +27,7 @@ def exaone4(config: Config) -> ModelSpec:
                 f"sliding_window_pattern is {shown(every)}; supported: the number of layers of which the last"
                 " has no window, or layer_types"
             )
-        windows = [window if (index + 1) % every else None for index in range(config.num_layers)]
+        windows = config.windows(window, every=every)
     plain = replace(attention, rope=attention.rope if window is None else None)
     layers = [(plain if own is None else replace(attention, window=own), mlp) for own in windows]
     return config.model(layers, norms=OUTER_NORMS)

@@ -24,12 +24,7 @@ def gemma2(config: Config) -> ModelSpec:
         scale=(config.number("query_pre_attn_scalar") or 256) ** -0.5,
         soft_cap=config.capped("attn_logit_softcapping", 50.0),
     )
-    windows = (
-        config.windows(window)
-        if config.layer_types()
-        else [None if index % 2 else window for index in range(config.num_layers)]
-    )
-    layers = [(replace(attention, window=own), mlp) for own in windows]
+    layers = [(replace(attention, window=own), mlp) for own in config.windows(window, every=2)]
     model = config.model(layers, norms=NORMS, norm_offset=1.0, tied=True)
     return replace(
         model,

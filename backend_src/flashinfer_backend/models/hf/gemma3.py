@@ -28,13 +28,7 @@ def gemma3_text(config: Config) -> ModelSpec:
         attn_logit_softcapping=None,
     )
     bias, mlp = config.flag("attention_bias"), config.gated("gelu_tanh")
-    window = config.window()
-    every = config.count_or("sliding_window_pattern", 6)
-    windows = (
-        config.windows(window)
-        if config.layer_types()
-        else [window if (index + 1) % every else None for index in range(config.num_layers)]
-    )
+    windows = config.windows(config.window(), every=config.count_or("sliding_window_pattern", 6))
     ropes = config.ropes_by_kind()
     kinds = {
         name: config.attention(

@@ -26,16 +26,8 @@ def gpt_oss(config: Config) -> ModelSpec:
     config.only("attention_bias")
     if config.raw.get("rope_scaling") is None and config.raw.get("rope_parameters") is None:
         config = config.changed(rope_scaling=YARN)
-    bias, window, layers = (
-        config.flag("attention_bias", True),
-        config.window(otherwise=128),
-        config.num_layers,
-    )
-    windows = (
-        config.windows(window)
-        if config.layer_types()
-        else [None if index % 2 else window for index in range(layers)]
-    )
+    bias = config.flag("attention_bias", True)
+    windows = config.windows(config.window(otherwise=128), every=2)
     attention = config.attention(kv_heads=8, head_dim=64, theta=150000.0, bias=bias, o_bias=bias)
     attention, mlp = replace(attention, sinks=True), _experts(config)
     return config.model([(replace(attention, window=own), mlp) for own in windows])

@@ -15,12 +15,7 @@ KINDS = {True: "sliding_attention", False: "full_attention"}
 def olmo3(config: Config) -> ModelSpec:
     config.only("attention_bias")
     bias, mlp = config.flag("attention_bias"), config.gated()
-    window = config.window()
-    windows = (
-        config.windows(window)
-        if config.layer_types()
-        else [window if (index + 1) % 4 else None for index in range(config.num_layers)]
-    )
+    windows = config.windows(config.window(), every=4)
     ropes = config.ropes_by_kind()
     kinds = {
         name: config.attention(theta=5e5, bias=bias, o_bias=bias, qk_norm="all", rope=ropes[name])
