@@ -139,16 +139,7 @@ class Weight(nn.Module):
         cls, role: Role, shape: tuple[int, int], format: str, dtype: torch.dtype, device: torch.device
     ) -> Weight:
         """An empty weight of a format in FORMATS. dtype: the type of dense weights."""
-        kind = FORMATS[format]
-        if isinstance(kind, Int4):
-            return kind.empty(role, shape, dtype, device)
-        if isinstance(kind, Mxfp4):
-            return kind.empty(role, shape, device)
-        elements = fp8.E4M3 if kind.scales(shape) else dtype
-        scale = torch.empty(kind.scales(shape), device=device) if kind.scales(shape) else None
-        if isinstance(kind, Fp8Block):
-            scale = fp8.empty_block_scales(shape, device)
-        return cls(role, torch.empty(shape, dtype=elements, device=device), kind, scale)
+        return FORMATS[format].empty(role, shape, dtype, device)
 
     def part(self, index: int, count: int) -> Weight:
         """One of `count` weights of equal size that are stored below each other, in the same memory; not
@@ -175,8 +166,8 @@ class Format(Protocol):
 
     name: str
 
-    def scales(self, shape: tuple[int, int]) -> tuple[int, ...]:
-        """The shape of the float32 scales of a weight [N, K] in e4m3; () for weights of the model's dtype."""
+    def empty(self, role: Role, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
+        """A weight [N, K] whose values are not set; dtype: the model's."""
 
     def reads(self, weight: Weight, rows: slice, part: Part) -> dict[str, Stored]:
         """The tensors of the module of which a part fills these rows, by their last names in a checkpoint."""
@@ -191,8 +182,8 @@ class Format(Protocol):
 class Dense:
     name = "dense"
 
-    def scales(self, shape: tuple[int, int]) -> tuple[int, ...]:
-        return ()
+    def empty(self, role: Role, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
+        return Weight(role, torch.empty(shape, dtype=dtype, device=device), self)
 
     def reads(self, weight: Weight, rows: slice, part: Part) -> dict[str, Stored]:
         return {"weight": Stored.part_into(weight.data[rows], part)}
@@ -210,8 +201,9 @@ class Fp8Token:
 
     name = "fp8_token"
 
-    def scales(self, shape: tuple[int, int]) -> tuple[int, ...]:
-        return shape[:1]
+    def empty(self, role: Role, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
+        elements = torch.empty(shape, dtype=fp8.E4M3, device=device)
+        return Weight(role, elements, self, torch.empty(shape[0], device=device))
 
     def reads(self, weight: Weight, rows: slice, part: Part) -> dict[str, Stored]:
         scale, count = weight.scale[rows], part.whole[0]
@@ -284,19 +276,19 @@ class Fp8Block:
     def __init__(self, name: str, scale_name: str) -> None:
         self.name, self._scale_name = name, scale_name
 
-    def scales(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(-(-size // fp8.BLOCK) for size in shape)
+    def empty(self, role: Role, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
+        elements = torch.empty(shape, dtype=fp8.E4M3, device=device)
+        return Weight(role, elements, self, fp8.empty_block_scales(shape, device))
 
     def reads(self, weight: Weight, rows: slice, part: Part) -> dict[str, Stored]:
         # Stacked modules, and parts of them, begin at whole blocks: Product.check_format.
         data = weight.data[rows]
-        first, (blocks, _) = rows.start // fp8.BLOCK, self.scales(data.shape)
-        scale = weight.scale[first : first + blocks]
-        cut_rows, cut_columns = (
-            slice(cut.start // fp8.BLOCK, -(-cut.stop // fp8.BLOCK)) for cut in (part.rows, part.columns)
+        own, cut_rows, cut_columns = (
+            slice(cut.start // fp8.BLOCK, -(-cut.stop // fp8.BLOCK))
+            for cut in (rows, part.rows, part.columns)
         )
-        shapes = (self.scales(part.whole),)
-        take = Stored(shapes, FLOATS, lambda found: scale.copy_(_finite(found)), cut_rows, cut_columns)
+        scale, shape = weight.scale[own], tuple(-(-size // fp8.BLOCK) for size in part.whole)
+        take = Stored((shape,), FLOATS, lambda found: scale.copy_(_finite(found)), cut_rows, cut_columns)
         return {"weight": Stored.part_into(data, part, FP8), self._scale_name: take}
 
     def fill(self, weight: Weight, values: Tensor) -> None:
@@ -328,17 +320,14 @@ class Int4:
         self.name = f"int4_{layout}_{group or 'row'}"
         self.zeros = layout != "packed"
 
-    def scales(self, shape: tuple[int, int]) -> tuple[int, ...]:
-        """[groups, N], of the model's dtype."""
-        return shape[1] // (self.group or shape[1]), shape[0]
-
     def empty(self, role: Role, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
         data = torch.empty(shape[0], shape[1] // 4, dtype=torch.int16, device=device)
-        scale = torch.empty(self.scales(shape), dtype=dtype, device=device)
+        scales = shape[1] // (self.group or shape[1]), shape[0]  # [groups, N]
+        scale = torch.empty(scales, dtype=dtype, device=device)
         weight = Weight(role, data, self, scale)
         weight.shape = shape
         if self.zeros:
-            weight.zero = torch.empty(self.scales(shape), dtype=torch.uint8, device=device)
+            weight.zero = torch.empty(scales, dtype=torch.uint8, device=device)
         return weight
 
     def reads(self, weight: Weight, rows: slice, part: Part) -> dict[str, Stored]:
@@ -441,13 +430,9 @@ class Mxfp4:
 
     name = "mxfp4"
 
-    def scales(self, shape: tuple[int, int]) -> tuple[int, ...]:
-        """The shape of the scales, uint8."""
-        return shape[0], shape[1] // mxfp4.GROUP
-
-    def empty(self, role: Role, shape: tuple[int, int], device: torch.device) -> Weight:
+    def empty(self, role: Role, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
         data = torch.empty(shape[0], shape[1] // 2, dtype=torch.uint8, device=device)
-        rows, groups = self.scales(shape)
+        rows, groups = shape[0], shape[1] // mxfp4.GROUP
         apart = -(-groups // mxfp4.ALIGNED) * mxfp4.ALIGNED
         scale = torch.zeros(rows, apart, dtype=torch.uint8, device=device)[:, :groups]
         weight = Weight(role, data, self, scale)
