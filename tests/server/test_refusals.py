@@ -84,7 +84,7 @@ OPENAI: list[tuple[Any, ...]] = [
     (CHAT, {"min_tokens": 4}, "min_tokens", "at most 3 tokens"),
     (CHAT, {"min_tokens": 2**64}, "min_tokens", "<= 2147483647"),
     (CHAT, {"tools": [{"type": "web_search"}]}, "only functions"),
-    (CHAT, {"tools": [WEATHER, WEATHER]}, "same name"),
+    (CHAT, {"tools": [WEATHER, WEATHER]}, "has two of the name weather"),
     (CHAT, {"tools": [{"type": "function", "function": {"name": "f", "strict": "yes"}}]}, "true or false"),
     (CHAT, {"tools": [strictly({"oneOf": [{}]})]}, "schema of type object"),
     (CHAT, {"tools": [strictly({"type": "object", "not": {}})]}, "the parameters of f: "),

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from flashinfer_backend.config_tools import checks, output, patch, settings
 from flashinfer_backend.config_tools.knobs import BLS, BY_NAME, KNOBS, LLM, MODELS, Knob, engine_knobs
-from flashinfer_backend.config_tools.trt_names import FOREIGN
 from flashinfer_backend.core.paths import unservable
 
 EXIT_REFUSED = 2
@@ -368,18 +367,8 @@ def markdown_table() -> str:
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
-        "## TensorRT-LLM's other names",
-        "",
-        "The values in this table, and empty ones, ask for what happens anyway and are accepted. All others "
-        "are refused. The same holds for parameters of a config.pbtxt written by hand; names in neither "
-        "table are refused.",
-        "",
-        "| names and accepted values | why nothing else |",
-        "|---|---|",
+        "build.py accepts TensorRT-LLM's other names with an empty value or one that asks for what happens "
+        "anyway, and refuses other values with what to set instead. So does the start, for parameters of a "
+        "config.pbtxt written by hand.",
     ]
-    by_hint: dict[str, list[str]] = {}
-    for name, foreign in FOREIGN.items():
-        values = f" = {' or '.join(foreign.accepted)}" if foreign.accepted else ""
-        by_hint.setdefault(foreign.hint, []).append(f"`{name}{values}`")
-    lines += [f"| {', '.join(names)} | {hint} |" for hint, names in by_hint.items()]
     return "\n".join(lines) + "\n"

@@ -418,7 +418,8 @@ def _find(model: Model, model_dir: Path, targets: dict[str, Stored]) -> list[_Te
     absent = targets.keys() - found.keys() - within
     missing = sorted(name for name in absent if not targets[name].optional)
     if missing:
-        raise WeightsError(f"{model_dir} lacks tensors that config.json asks for: {some(missing)}")
+        cure = "fetch the checkpoint again, or mend config.json"
+        raise WeightsError(f"{model_dir} lacks tensors that config.json asks for: {some(missing)}; {cure}")
     return list(found.values())
 
 

@@ -72,7 +72,9 @@ async def load_adapter(doors: Sequence[Door], door: Door, request: LoadRequest) 
         raise ApiError(f"lora_path should be a folder below {root} (--lora-root)", 403, "lora_path")
     for each in doors:
         if request.lora_name in each.model.names:
-            raise ApiError(f"`{request.lora_name}` is the model {each.name}", param="lora_name")
+            raise ApiError(
+                f"`{request.lora_name}` is the model {each.name}; take another name", param="lora_name"
+            )
     others = [each.adapters for each in doors if each is not door and each.adapters is not None]
     change = partial(adapters.load, request.lora_name, folder, request.load_inplace, others)
     await _try(change, 400, "lora_path")

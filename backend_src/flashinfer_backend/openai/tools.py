@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import secrets
 import string
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,8 +85,8 @@ def read_tools(
     places = places or [f"tools[{n}].function" for n in range(len(tools))]
     functions = [_function(tool, place) for tool, place in zip(tools, places, strict=True)]
     names = [function["name"] for function in functions]
-    if len(set(names)) < len(names):
-        raise ApiError("two of the tools have the same name", param="tools")
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise field_error("tools", f"has two of the name {twice[0]}; rename one")
     chosen, allowed = _choice(choice, flat)
     unknown = {name for name in (*allowed, chosen) if name not in (*names, AUTO, NONE, REQUIRED)}
     if unknown:

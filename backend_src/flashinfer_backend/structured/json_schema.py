@@ -22,6 +22,7 @@ from flashinfer_backend.structured.regex import few_words, rust_regex
 ITEM_LIMIT_COST = 6  # subschemas that a limit of items counts for: 2900 took 3.4 s and 481 MB
 CONTAINER_COST = 5  # and a list or object in a constant: 6000 took 1.5 s, and no mask has room for 2000
 EXACT = 2**53 - 1  # llguidance rounds larger numbers, and ends the process with -2^63
+TOO_LARGE = "it has a number that is too large; write it as a string, or use one up to 2^53"
 DIGITS = "give at most 15, all of them within 15 places behind the point"
 NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
@@ -97,7 +98,7 @@ def parse_schema(text: str) -> Any:
     except json.JSONDecodeError as error:
         raise GrammarError(f"Failed to parse JSON: {error}") from None
     except (ValueError, OverflowError):
-        raise GrammarError("it has a number that is too large") from None
+        raise GrammarError(TOO_LARGE) from None
 
 
 def _checked_int(text: str) -> int:
@@ -472,7 +473,7 @@ def _check_values(checked: Schema, path: str) -> int:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise _refused(path, f"{keyword!r} is {_short(str(value))}", "it should be a number")
         if math.isinf(value):
-            raise GrammarError("it has a number that is too large")
+            raise GrammarError(TOO_LARGE)
         if abs(value) > EXACT:  # a bound that is far out moves in
             inner = math.copysign(EXACT, value)
             if (value > 0) != keyword.endswith("aximum"):
@@ -534,7 +535,7 @@ def _check_constants(value: Any, path: str, depth: int) -> int:
             containers += _check_constants(item, path, depth + 1)
         elif isinstance(item, (int, float)) and abs(item) > EXACT:
             if math.isinf(item):
-                raise GrammarError("it has a number that is too large")
+                raise GrammarError(TOO_LARGE)
             what = _short(str(item))
             raise _refused(path, f"{what} in 'enum' or 'const' is beyond 2^53", "use a string")
         elif _is_rounded(item):

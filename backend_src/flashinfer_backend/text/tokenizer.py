@@ -135,7 +135,7 @@ def _load_backend(folder: Path) -> Tokenizer:
         except Exception as error:  # the library raises plain Exception
             raise ValueError(f"{file} cannot be read as a tokenizer: {error}") from error
     if not folder.is_dir():
-        raise FileNotFoundError(f"no tokenizer folder {folder}")
+        raise FileNotFoundError(f"no tokenizer folder {folder}; name one that has tokenizer.json")
     from transformers import AutoTokenizer  # heavy, and needed for folders without tokenizer.json only
 
     try:
