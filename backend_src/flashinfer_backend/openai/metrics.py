@@ -12,22 +12,16 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from flashinfer_backend.serving.generation import FINISH_REASONS, Chunk, Generation
-from flashinfer_backend.serving.timing import INTERVALS, LENGTHS, TOTALS, WAITS
+from flashinfer_backend.serving.timing import QUANTITIES
 from flashinfer_backend.transport import protocol
 from flashinfer_backend.transport.doors import DoorState, read_doors
 
 T = TypeVar("T")
 PREFIX = "flashinfer_backend_openai_"
 MODEL_NAME = "model_name"  # the label of series that are one of several models'
-HISTOGRAMS = {
-    "prompt_tokens": ("Tokens of the prompt", LENGTHS),
-    "completion_tokens": ("Tokens of the completion", LENGTHS),
-    "time_to_first_token_seconds": ("From a sequence's submission to its first token", WAITS),
-    "inter_token_latency_seconds": ("Time between two tokens, mean over a sequence", INTERVALS),
-    "e2e_latency_seconds": ("From a sequence's submission to its last chunk", TOTALS),
-    "queue_time_seconds": ("From arrival in the engine until a sequence was first scheduled", WAITS),
-}
-TIMES = {
+HISTOGRAMS = {  # names of QUANTITIES
+    "input": "prompt_tokens",
+    "output": "completion_tokens",
     "ttft": "time_to_first_token_seconds",
     "itl": "inter_token_latency_seconds",
     "e2e": "e2e_latency_seconds",
@@ -80,12 +74,10 @@ class Metrics:
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
         own = CollectorRegistry()
-        histograms = {
-            name: Histogram(
-                PREFIX + name, text, self._label, buckets=[float(b) for b in buckets], registry=own
-            )
-            for name, (text, buckets) in HISTOGRAMS.items()
-        }
+        histograms = {}
+        for quantity, name in HISTOGRAMS.items():
+            text, buckets = QUANTITIES[quantity]
+            histograms[quantity] = Histogram(PREFIX + name, text, self._label, buckets=buckets, registry=own)
         self._observe: dict[str, dict[str, Callable[[float], None]]] = {
             model: {
                 name: (histogram.labels(model) if self._label else histogram).observe
@@ -117,12 +109,9 @@ class Metrics:
         self._finished.labels(*label, FINISH_REASONS[chunk.code] if chunk else "aborted").inc()
         if chunk is None:
             return
-        observe = self._observe[model]
-        observe["prompt_tokens"](len(stream.row.prompt))
-        observe["completion_tokens"](timing.sent)
-        for name, seconds in timing.durations().items():
-            if name in TIMES:
-                observe[TIMES[name]](seconds)
+        for quantity, value in timing.quantities(len(stream.row.prompt)).items():
+            if quantity in HISTOGRAMS:
+                self._observe[model][quantity](value)
 
     def prompt_logits(self, held: int, waiting: int) -> None:
         """Notes what has room for logits of prompts: bytes, and how many prompts wait for some."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a generation's tokens came, and the buckets of histograms of that."""
+"""When a generation's tokens came, and the histograms that both doors make of that."""
 
 from __future__ import annotations
 
@@ -9,6 +9,18 @@ LENGTHS = (10, 50, 100, 500, 1000)  # tokens
 INTERVALS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)  # s
 WAITS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)  # s
 TOTALS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300)  # s
+
+
+# What is known of a sequence at its end, in tokens and seconds: its description and buckets.
+QUANTITIES: dict[str, tuple[str, tuple[float, ...]]] = {
+    "input": ("Tokens of the prompt", LENGTHS),
+    "output": ("Tokens of the completion", LENGTHS),
+    "ttft": ("From a sequence's submission to its first token", WAITS),
+    "itl": ("Time between two tokens, mean over a sequence", INTERVALS),
+    "longest_itl": ("Time between two tokens, the longest of a sequence", INTERVALS),
+    "e2e": ("From a sequence's submission to its last chunk", TOTALS),
+    "queue": ("From arrival in the engine until a sequence was first scheduled", WAITS),
+}
 
 
 class SequenceTiming:
@@ -33,10 +45,9 @@ class SequenceTiming:
         self.last = now
         self.tokens += 1
 
-    def durations(self) -> dict[str, float]:
-        """What is known at the sequence's end, in seconds: `ttft`, `itl` (mean) and `longest_itl` between its
-        tokens, `e2e` and `queue`."""
-        found = {"e2e": time.monotonic() - self.started}
+    def quantities(self, prompt: int) -> dict[str, float]:
+        """Those of QUANTITIES that are known at the sequence's end. prompt: its tokens."""
+        found = {"input": prompt, "output": self.sent, "e2e": time.monotonic() - self.started}
         if self.tokens:
             found["ttft"] = self.first - self.started
         if self.tokens > 1:

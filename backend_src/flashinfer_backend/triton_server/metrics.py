@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flashinfer_backend.serving.generation import FINISH_REASONS, Chunk
-from flashinfer_backend.serving.timing import INTERVALS, LENGTHS, TOTALS, WAITS
+from flashinfer_backend.serving.timing import QUANTITIES
 from flashinfer_backend.transport.doors import DoorState
 from flashinfer_backend.transport.protocol import Status
 from flashinfer_backend.triton_server.engine_metrics import EngineMetrics, HeldUp
@@ -23,25 +23,17 @@ from flashinfer_backend.triton_server.sequence import Sequence
 
 CLOSE_S = 1.0  # the thread may wait indefinitely for a killed server
 
-INPUT, OUTPUT = "nv_llm_input_token_len", "nv_llm_output_token_len"
-TTFT = "flashinfer_backend_time_to_first_token_seconds"
-ITL = "flashinfer_backend_inter_token_latency_seconds"
-LONGEST_ITL = "flashinfer_backend_inter_token_latency_max_seconds"
-E2E = "flashinfer_backend_e2e_latency_seconds"
-QUEUE = "flashinfer_backend_queue_time_seconds"
-TIMES = {"ttft": TTFT, "itl": ITL, "longest_itl": LONGEST_ITL, "e2e": E2E, "queue": QUEUE}
-FINISHED = "flashinfer_backend_sequences_finished_total"
-
-# Histogram: (description, buckets, labels in addition to those of all metrics).
-HISTOGRAMS: dict[str, tuple[str, tuple[float, ...], dict[str, str]]] = {
-    INPUT: ("Tokens of the prompt", LENGTHS, {"response_metric_type": "total_input_tokens"}),
-    OUTPUT: ("Tokens of the completion", LENGTHS, {"response_metric_type": "total_output_tokens"}),
-    TTFT: ("From a sequence's arrival at the llm model to its first token", WAITS, {}),
-    ITL: ("Time between two tokens, mean over a sequence", INTERVALS, {}),
-    LONGEST_ITL: ("Time between two tokens, the longest of a sequence", INTERVALS, {}),
-    E2E: ("From a sequence's arrival at the llm model to its last response", TOTALS, {}),
-    QUEUE: ("From a sequence's arrival in the engine until it was first scheduled", WAITS, {}),
+# Names of QUANTITIES, and their labels in addition to those of all metrics.
+HISTOGRAMS: dict[str, tuple[str, dict[str, str]]] = {
+    "input": ("nv_llm_input_token_len", {"response_metric_type": "total_input_tokens"}),
+    "output": ("nv_llm_output_token_len", {"response_metric_type": "total_output_tokens"}),
+    "ttft": ("flashinfer_backend_time_to_first_token_seconds", {}),
+    "itl": ("flashinfer_backend_inter_token_latency_seconds", {}),
+    "longest_itl": ("flashinfer_backend_inter_token_latency_max_seconds", {}),
+    "e2e": ("flashinfer_backend_e2e_latency_seconds", {}),
+    "queue": ("flashinfer_backend_queue_time_seconds", {}),
 }
+FINISHED = "flashinfer_backend_sequences_finished_total"
 ERROR, REFUSED = "error", "refused"
 REASONS = (*dict.fromkeys(FINISH_REASONS.values()), ERROR, REFUSED)
 
@@ -66,9 +58,10 @@ class Metrics:
         labels = {"model": model, "version": version}
         self._families: list[Any] = []  # a metric needs its family to live
         self._histograms: dict[str, Any] = {}
-        for name, (description, buckets, more) in HISTOGRAMS.items():
+        for quantity, (name, more) in HISTOGRAMS.items():
+            description, buckets = QUANTITIES[quantity]
             self._families.append(kinds(name=name, description=description, kind=kinds.HISTOGRAM))
-            self._histograms[name] = self._families[-1].Metric(
+            self._histograms[quantity] = self._families[-1].Metric(
                 labels={**labels, **more}, buckets=[float(b) for b in buckets]
             )
         finished = kinds(name=FINISHED, description="Sequences by how they ended", kind=kinds.COUNTER)
@@ -76,7 +69,7 @@ class Metrics:
         self._finished = {r: finished.Metric(labels={**labels, "finish_reason": r}) for r in REASONS}
         self._engine = EngineMetrics(pb_utils, labels, run_dir, len(engine_statuses()), held_up, doors)
         self._engine_statuses = engine_statuses
-        self._notes: deque[tuple[str, float]] = deque()  # histogram and value
+        self._notes: deque[tuple[str, float]] = deque()  # quantity and value
         self._ends: deque[str] = deque()  # reasons
         self._period_s = period_s
         self._closing = threading.Event()
@@ -92,11 +85,7 @@ class Metrics:
         if chunk is None:
             self._ends.append(REFUSED if sequence.refused else ERROR)
             return
-        note = self._notes.append
-        note((INPUT, len(sequence.row.prompt)))
-        note((OUTPUT, timing.sent))
-        for name, seconds in timing.durations().items():
-            note((TIMES[name], seconds))
+        self._notes += timing.quantities(len(sequence.row.prompt)).items()
         self._ends.append(FINISH_REASONS[chunk.code])
 
     def refused(self) -> None:
