@@ -36,4 +36,5 @@ def test_what_is_pooled_is_that_of_plain_torch(tmp_path: Path, kind: str) -> Non
     expected = run(device="cpu")
     found = run(device="cuda", max_tokens_in_paged_kv_cache=8192)
     error = np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1).mean()
-    assert error.max() < 0.05  # bfloat16
+    # Plain torch in bfloat16 comes to 0.017 and 0.06.
+    assert error.mean() < 0.03 and error.max() < 0.1

@@ -29,8 +29,14 @@ pytestmark = pytest.mark.gpu
 LONGEST = 90  # seconds of a test; kernels that never end cannot be stopped otherwise
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """FlashInfer compiles its kernels before a test's time counts: that takes a minute or two."""
+    Setup(32, 8)
+
+
 @pytest.fixture(autouse=True)
-def bounded(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
+def bounded(compiled: None, capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
     """A test that takes longer says where it stands, and ends its process."""
     with capfd.disabled():
         shown = os.dup(2)

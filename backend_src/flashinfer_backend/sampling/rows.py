@@ -189,7 +189,7 @@ def _bad_words(stateful: list[StatefulRow], slots: np.ndarray, staging: StagingR
     return BadWords(
         rows=rows_,
         slots=slots_,
-        last=torch.cat([*(last for last, _, _, _ in words), late_]),
+        last=_joined([*(last for last, _, _, _ in words), late_], late_),
         word=_joined(
             [word + begin for (_, word, _, _), begin in zip(words, begins.tolist(), strict=True)], late_
         ),
@@ -199,7 +199,8 @@ def _bad_words(stateful: list[StatefulRow], slots: np.ndarray, staging: StagingR
 
 
 def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
-    return torch.cat(parts) if parts else like[:0]
+    """Without empty ones: next to one of them PyTorch takes another kernel, which no step loaded at start."""
+    return torch.cat([part for part in parts if len(part)] or parts) if parts else like[:0]
 
 
 def _word_arrays(words: list[list[int]]) -> list[np.ndarray]:
