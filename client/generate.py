@@ -9,14 +9,14 @@ echo "a long prompt" | python -m client generate -
 from __future__ import annotations
 
 import argparse
-import contextlib
 import io
-import queue
 import sys
+import threading
 import time
 from collections.abc import Generator, Sequence
 from typing import Any
 
+from client import grpc_wire
 from client.arguments import INT32, UINT64, argument_parser, finite, http_url, integer, seconds
 from client.events import NOTHING_LISTENS, ServerError, post_events
 
@@ -33,6 +33,10 @@ OPTIONS = {
     "presence_penalty": ("FP32", "over 0: fewer tokens that were there before (default: 0)"),
     "frequency_penalty": ("FP32", "the same, counting how often they were (default: 0)"),
 }  # fmt: skip
+OTHER_TYPES = {
+    **dict.fromkeys(("text_input", "stop_words", "bad_words"), "BYTES"),
+    **{"max_tokens": "INT32", "stream": "BOOL", "exclude_input_in_output": "BOOL"},
+}
 TYPES = {"INT32": (integer(*INT32), "N"), "UINT64": (integer(*UINT64), "N"), "FP32": (finite, "X")}
 
 
@@ -82,76 +86,57 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def request_fields(args: argparse.Namespace, prompt: str) -> dict[str, tuple[Any, str]]:
-    """Ensemble input name -> (value or list of words, Triton dtype); options not given are left to the
-    server."""
-    fields: dict[str, tuple[Any, str]] = {
-        "text_input": (prompt, "BYTES"),
-        "max_tokens": (args.max_tokens, "INT32"),
-        "stream": (not args.no_stream, "BOOL"),
-        "exclude_input_in_output": (True, "BOOL"),
+def request_body(args: argparse.Namespace, prompt: str) -> dict[str, Any]:
+    """The ensemble's inputs; options not given are left to the server."""
+    body = {
+        "text_input": prompt,
+        "max_tokens": args.max_tokens,
+        "stream": not args.no_stream,
+        "exclude_input_in_output": True,
     }
-    for name, (dtype, _) in OPTIONS.items():
-        if (value := getattr(args, name)) is not None:
-            fields[name] = (value, dtype)
-    for name, words in (("stop_words", args.stop), ("bad_words", args.bad)):
-        if words:
-            fields[name] = (words, "BYTES")
-    return fields
+    given = {name: getattr(args, name) for name in OPTIONS} | {"stop_words": args.stop, "bad_words": args.bad}
+    return body | {name: value for name, value in given.items() if value not in (None, [])}
 
 
 def stream_http(
-    url: str, model: str, fields: dict[str, tuple[Any, str]], timeout: float
-) -> Generator[str, None, None]:
-    """Text deltas over HTTP generate_stream; closing the iterator closes the connection, which cancels the
+    url: str, model: str, body: dict[str, Any], timeout: float
+) -> Generator[dict[str, Any], None, None]:
+    """Events over HTTP generate_stream; closing the iterator closes the connection, which cancels the
     request."""
-    body = {name: value for name, (value, _) in fields.items()}
-    for event in post_events(f"{url.rstrip('/')}/v2/models/{model}/generate_stream", body, timeout):
-        text = event["text_output"]
-        yield text if isinstance(text, str) else "\n".join(text)
+    yield from post_events(f"{url.rstrip('/')}/v2/models/{model}/generate_stream", body, timeout)
 
 
 def stream_grpc(
-    url: str, model: str, fields: dict[str, tuple[Any, str]], timeout: float
-) -> Generator[str, None, None]:
-    """Text deltas over gRPC ModelStreamInfer; closing the iterator cancels the request."""
-    import numpy as np
-    import tritonclient.grpc as triton
-    from tritonclient.utils import InferenceServerException
+    url: str, model: str, body: dict[str, Any], timeout: float
+) -> Generator[dict[str, Any], None, None]:
+    """The same over gRPC ModelStreamInfer; closing the iterator cancels the request."""
+    message = grpc_wire.request_message(
+        model, body, OTHER_TYPES | {k: kind for k, (kind, _) in OPTIONS.items()}
+    )
+    import grpc
 
-    numpy_types = {"INT32": np.int32, "FP32": np.float32, "UINT64": np.uint64, "BOOL": np.bool_}
-    inputs = []
-    for name, (value, dtype) in fields.items():
-        if dtype == "BYTES":
-            words = value if isinstance(value, list) else [value]
-            array = np.array([[w.encode() for w in words]], dtype=object)
-        else:
-            array = np.array([[value]], dtype=numpy_types[dtype])
-        inputs.append(triton.InferInput(name, list(array.shape), dtype))
-        inputs[-1].set_data_from_numpy(array)
-    answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
-    client = triton.InferenceServerClient(url)
-    try:
-        client.start_stream(lambda result, error: answers.put((result, error)))
-        # Where nothing listens, the stream may have failed by now; what is called back says why.
-        with contextlib.suppress(InferenceServerException):
-            client.async_stream_infer(model, inputs, enable_empty_final_response=True)
-        while True:
-            try:
-                result, error = answers.get(timeout=timeout)
-            except queue.Empty:
-                raise ServerError(f"{url}: no answer within {timeout:g} s") from None
-            if error is not None:
-                refused = "Connection refused" in str(error)  # gRPC's status says no more than UNAVAILABLE
-                raise ServerError(f"{url}: {NOTHING_LISTENS}" if refused else str(error))
-            response = result.get_response()
-            if response.outputs:
-                yield "\n".join(t.decode() for t in result.as_numpy("text_output").reshape(-1))
-            if response.parameters["triton_final_response"].bool_param:
-                return
-    finally:
-        client.stop_stream(cancel_requests=True)
-        client.close()
+    with grpc.insecure_channel(url, grpc_wire.UNBOUNDED) as channel:
+        call, final = channel.stream_stream(grpc_wire.METHOD)(iter([message])), False
+        try:
+            while not final:
+                late = threading.Timer(timeout, call.cancel)
+                late.start()
+                try:
+                    event, final = grpc_wire.read_response(next(call))
+                except grpc.RpcError as error:
+                    if error.code() == grpc.StatusCode.CANCELLED:
+                        raise ServerError(f"{url}: no answer within {timeout:g} s") from None
+                    refused = "Connection refused" in (error.details() or "")  # the code says UNAVAILABLE
+                    said = f"{url}: {NOTHING_LISTENS}" if refused else grpc_wire.error_of(error)
+                    raise ServerError(said) from None
+                finally:
+                    late.cancel()
+                if event is not None and "error" in event:
+                    raise ServerError(event["error"])
+                if event is not None:
+                    yield event
+        finally:
+            call.cancel()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -166,13 +151,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     start = time.monotonic()
     first, chunks = 0.0, 0
     stream = (stream_grpc if args.grpc else stream_http)(
-        args.url, args.model, request_fields(args, prompt), args.timeout
+        args.url, args.model, request_body(args, prompt), args.timeout
     )
     try:
-        for text in stream:
+        for event in stream:
             chunks += 1
             first = first or time.monotonic() - start
-            print(text, end="", flush=True)
+            text = event["text_output"]
+            print(text if isinstance(text, str) else "\n".join(text), end="", flush=True)
         print(flush=True)
         if not chunks:
             raise ServerError(f"{args.url}: the answer holds no text_output")

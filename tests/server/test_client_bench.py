@@ -20,7 +20,7 @@ from openai_server import OpenAiServer
 from running import ROOT, EngineWatch, Server, wait_for
 from terminals import END_OF_FILE, INTERRUPT, terminal
 
-from client import bench, report
+from client import bench, generate, report
 from client.configurations import base_label
 from client.scenarios import Point
 from flashinfer_backend import __version__
@@ -41,6 +41,27 @@ def measured(folder: Path, backend: str, url: str, *more: str) -> tuple[dict[str
     assert bench.main(["--backend", backend, "--url", url, *LOAD, *SMALL, *files, *more]) == 0
     (line,) = (folder / f"{backend}.jsonl").read_text().splitlines()
     return json.loads((folder / f"{backend}.json").read_text()), json.loads(line)
+
+
+def test_generate_writes_the_same_over_http_and_grpc(server: Server, capsys: Any) -> None:
+    options = [
+        "Once upon a time",
+        "--max-tokens",
+        "16",
+        "--temperature",
+        "0.9",
+        "--seed",
+        "3",
+        "--top-k",
+        "9",
+    ]
+    options += ["--top-k", "9", "--stop", "nothing like that", "--stop", "nor that"]
+    assert generate.main([*options, "--url", server.url]) == 0
+    text = capsys.readouterr().out
+    assert generate.main([*options, "--grpc", "--url", server.grpc]) == 0
+    assert capsys.readouterr().out == text and len(text) > 9
+    assert generate.main(["--grpc", "--url", server.grpc, "--max-tokens", "-1", "Hello"]) == 1
+    assert "request_output_len (max_tokens) is -1" in capsys.readouterr().err
 
 
 def test_http_and_grpc_give_the_same_texts(server: Server, tmp_path: Path, capsys: Any) -> None:
