@@ -169,13 +169,15 @@ def _warm_up(config: EngineConfig, runner: Runner) -> None:
     """Run every kind of step once, so that no request pays for compilation; capture graphs."""
     if runner.device.type == "cuda":
         warm_up_prompts(config, runner)
-        warm_up_products(config, runner)
+        # What PyTorch keeps for later allocations is no use to the driver, which needs memory for graphs.
+        torch.cuda.empty_cache()
         # Plain torch has none, and what is compared runs layer by layer.
         if config.cuda_graph_batch_sizes != "none" and not config.compare_attention:
             sizes = config.cuda_graph_batch_sizes
             if runner.state.model.spec.pooling is not None:
                 sizes = [1]  # it has no decode steps
             runner.capture_graphs(default_sizes(config.max_num_seqs) if sizes == "auto" else sizes)
+        warm_up_products(config, runner)
         warm_up_mixed(config, runner)
         warm_up_sampling(config, runner)
     runner.rehearse(prompt_plan(runner.state.dummy_slot, 1))
