@@ -73,6 +73,15 @@ def parse(path: Path, generation: dict | None = None, **changes) -> ModelSpec:
     return read_spec(path)
 
 
+def parse_kind(folder: Path, kind: str = "qwen3-moe", **changes: Any) -> ModelSpec:
+    """Of a checkpoint in folder / "model", with other values in its config.json; ...: without the key."""
+    path = make_checkpoint(kind, folder / "model")
+    written = json.loads((path / "config.json").read_text()) | changes
+    written = {key: value for key, value in written.items() if value is not ...}
+    (path / "config.json").write_text(json.dumps(written))
+    return read_spec(path)
+
+
 def test_published_config(tmp_path):
     config = parse(tmp_path, generation={"eos_token_id": [128009, -1, 7, 128256, 1 << 40]})
     heads = config.attention
@@ -152,12 +161,8 @@ def windows(spec: ModelSpec) -> list[int | None]:
     "change", [{}, {"sliding_window": None}, {"sliding_window": 100}, {"layer_types": ["full_attention"] * 2}]
 )
 def test_mistral_without_the_key_has_the_window_of_transformers(tmp_path, change):
-    path = make_checkpoint("mistral", tmp_path)
-    written = json.loads((path / "config.json").read_text())
-    del written["sliding_window"]
-    (path / "config.json").write_text(json.dumps(written | change))
-    theirs = transformers.AutoConfig.from_pretrained(path).sliding_window
-    assert windows(read_spec(path)) == [theirs] * 2
+    ours = parse_kind(tmp_path, "mistral", **{"sliding_window": ...} | change)
+    assert windows(ours) == [transformers.AutoConfig.from_pretrained(tmp_path / "model").sliding_window] * 2
 
 
 def test_keys_that_change_nothing_are_accepted(tmp_path):
@@ -273,26 +278,18 @@ def test_llama_with_a_window_is_served_up_to_its_length(tmp_path, changes, windo
     ],
 )
 def test_qwen_has_a_window_where_transformers_has_a_layer_with_one(tmp_path, changes):
-    path = make_checkpoint("qwen3", tmp_path)
-    written = json.loads((path / "config.json").read_text())
-    for key in ("layer_types", "max_window_layers"):
-        written.pop(key, None)
-    written |= {"use_sliding_window": True, "sliding_window": 40} | changes
-    written = {key: value for key, value in written.items() if value is not ...}
-    (path / "config.json").write_text(json.dumps(written))
-    theirs, ours = transformers.AutoConfig.from_pretrained(path), read_spec(path)
+    plain = {"layer_types": ..., "max_window_layers": ..., "use_sliding_window": True, "sliding_window": 40}
+    ours = parse_kind(tmp_path, "qwen3", **plain | changes)
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path / "model")
     expected = [theirs.sliding_window if "sliding" in kind else None for kind in theirs.layer_types]
     assert windows(ours) == expected
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3-moe"])
 def test_heads_that_are_not_named_are_those_of_transformers(tmp_path, kind):
-    path = make_checkpoint(kind, tmp_path)
-    written = json.loads((path / "config.json").read_text())
-    for key in ("head_dim", "num_key_value_heads"):
-        written.pop(key, None)
-    (path / "config.json").write_text(json.dumps(written | {"hidden_size": 1024, "num_attention_heads": 32}))
-    theirs, ours = transformers.AutoConfig.from_pretrained(path), read_spec(path)
+    unnamed = {"head_dim": ..., "num_key_value_heads": ..., "hidden_size": 1024, "num_attention_heads": 32}
+    ours = parse_kind(tmp_path, kind, **unnamed)
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path / "model")
     head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
     assert (ours.attention.kv_heads, ours.attention.head_dim) == (theirs.num_key_value_heads, head_dim)
 
@@ -335,14 +332,6 @@ def test_the_tokenizers_end_token_is_one_of_the_end_ids(tmp_path):
     assert config.eos_token_ids == (7, 8, TextTokenizer(tokenizer_dir).eos_id)
 
 
-def parse_moe(folder: Path, kind: str = "qwen3-moe", **changes: Any) -> ModelSpec:
-    path = make_checkpoint(kind, folder / "model")
-    written = json.loads((path / "config.json").read_text()) | changes
-    written = {key: value for key, value in written.items() if value is not ...}
-    (path / "config.json").write_text(json.dumps(written))
-    return read_spec(path)
-
-
 @pytest.mark.parametrize(
     ("shape", "states", "size"), [("qwen3.5-35b-a3b", 30, 34.66e9), ("qwen3.5-27b", 48, 26.90e9)]
 )
@@ -373,20 +362,20 @@ def test_published_sizes_of_delta_nets(shape, states, size):
 )
 def test_delta_nets_that_are_not_computed_are_refused(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
-        parse_moe(tmp_path, "qwen3.5", **changes)
+        parse_kind(tmp_path, "qwen3.5", **changes)
 
 
 def test_delta_nets_are_cut_by_key_heads(tmp_path):
-    spec = parse_moe(tmp_path, "qwen3-next")
+    spec = parse_kind(tmp_path, "qwen3-next")
     with pytest.raises(UnsupportedModelError, match="should divide linear_num_key_heads, which is 2"):
         spec.share(Shard(0, 4))
-    assert parse_moe(tmp_path, "qwen3.5", mtp_num_hidden_layers=2).mtp is None is not spec.mtp
+    assert parse_kind(tmp_path, "qwen3.5", mtp_num_hidden_layers=2).mtp is None is not spec.mtp
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe", "qwen3-moe-plain"])
 def test_experts_are_those_of_transformers(tmp_path, kind):
     """Also by the older name of their number, and where keys are left out that have a default."""
-    ours = parse_moe(tmp_path, kind, norm_topk_prob=kind == "qwen3-moe")
+    ours = parse_kind(tmp_path, kind, norm_topk_prob=kind == "qwen3-moe")
     theirs = transformers.AutoConfig.from_pretrained(tmp_path / "model")
     mlp = ours.mlp
     assert isinstance(mlp, Experts)
@@ -395,8 +384,8 @@ def test_experts_are_those_of_transformers(tmp_path, kind):
     size = getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
     assert mlp.size == size and mlp.down.shape == (mlp.count * 64, size)
     if kind != "mixtral":  # no such layer
-        assert parse_moe(tmp_path, kind, mlp_only_layers=[99, -1]) == ours
-    older = parse_moe(tmp_path, kind, num_local_experts=..., num_experts=5, rope_parameters=...)
+        assert parse_kind(tmp_path, kind, mlp_only_layers=[99, -1]) == ours
+    older = parse_kind(tmp_path, kind, num_local_experts=..., num_experts=5, rope_parameters=...)
     assert isinstance(older.mlp, Experts) and older.mlp.count == 5
     assert older.attention.rope.theta == (1e6 if kind == "mixtral" else 1e4)
 
@@ -432,14 +421,14 @@ def test_experts_are_those_of_transformers(tmp_path, kind):
 )  # fmt: skip
 def test_experts_that_are_not_computed_are_refused(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
-        parse_moe(tmp_path, **changes)
+        parse_kind(tmp_path, **changes)
 
 
 def test_a_window_is_that_of_all_layers_with_experts(tmp_path):
     for kind in ("mixtral", "qwen3-moe"):
-        found = parse_moe(tmp_path / kind, kind, sliding_window=40, use_sliding_window=True)
+        found = parse_kind(tmp_path / kind, kind, sliding_window=40, use_sliding_window=True)
         assert windows(found) == [40] * 2
-    assert windows(parse_moe(tmp_path, sliding_window=40, use_sliding_window=False)) == [None] * 2
+    assert windows(parse_kind(tmp_path, sliding_window=40, use_sliding_window=False)) == [None] * 2
 
 
 @pytest.mark.parametrize("backend", ["fa2", "xqa"])
@@ -501,24 +490,24 @@ def test_means_of_quantised_weights_cannot_be_taken(tmp_path):
 
 
 def test_experts_are_cut_by_their_width(tmp_path):
-    whole = parse_moe(tmp_path)
+    whole = parse_kind(tmp_path)
     local = whole.share(Shard(1, 2))
     mlp = local.mlp
     assert mlp.gate_up.shape == (8 * 2 * 24, 64) and mlp.down.shape == (8 * 64, 24)
     assert mlp.down.sources[7][:2] == ("mlp.experts.7.down_proj", Part((64, 48), slice(0, 64), slice(24, 48)))
     with pytest.raises(UnsupportedModelError, match="should divide moe_intermediate_size, which is 48"):
-        parse_moe(tmp_path, num_attention_heads=32, num_key_value_heads=32).share(Shard(0, 32))
+        parse_kind(tmp_path, num_attention_heads=32, num_key_value_heads=32).share(Shard(0, 32))
 
 
 def test_groups_of_ranks_have_whole_experts(tmp_path):
-    local = parse_moe(tmp_path).share(Shard(3, 4, 2))
+    local = parse_kind(tmp_path).share(Shard(3, 4, 2))
     mlp = local.mlp
     assert mlp.own == (4, 4) and mlp.gate_up.shape == (4 * 2 * 24, 64)
     assert mlp.down.sources[0][:2] == ("mlp.experts.4.down_proj", Part((64, 48), slice(0, 64), slice(24, 48)))
     with pytest.raises(
         UnsupportedModelError, match="expert_parallel_size=16 should divide the number of exp"
     ):
-        parse_moe(tmp_path, num_attention_heads=16, num_key_value_heads=16).share(Shard(0, 16, 16))
+        parse_kind(tmp_path, num_attention_heads=16, num_key_value_heads=16).share(Shard(0, 16, 16))
     with pytest.raises(UnsupportedModelError, match="expert_parallel_size=2 is for models with experts"):
         read_spec(make_checkpoint("llama", tmp_path / "llama")).check_expert_groups(2)
 

@@ -49,6 +49,17 @@ def enter_blocks(block_table: np.ndarray, plan: StepPlan, running: dict[int, Req
         assert block_table[request.slot, : len(blocks)].tolist() == blocks
 
 
+def finish(scheduler: Scheduler, plan: StepPlan, token: int = 0) -> int:
+    """Every row of a step gets this token; those that have ended leave. How many there are."""
+    outcome = accept(scheduler.table, plan, np.full(len(plan.sample_slots), token, np.int32))
+    ended = outcome.slots[outcome.codes != RUNNING].tolist()
+    for slot in ended:
+        request = scheduler.table.requests[slot]
+        assert request is not None
+        scheduler.release(request)
+    return len(ended)
+
+
 def prompt_lengths(plan: StepPlan) -> list[int]:
     return plan.lengths[plan.num_decodes :].tolist()
 
@@ -98,9 +109,7 @@ def test_without_chunked_context_a_preempted_sequence_larger_than_a_step_is_resu
     )
     running = Scheduler(config, KVCacheManager([BlockPool(17)], 16, reuse=False))
     for handle in (1, 2):
-        params = SamplingParams(max_tokens=200)
-        prompt = np.full(30, handle, np.int32)
-        running.submit(Request(handle=handle, prompt=prompt, params=params, max_new=200))
+        running.submit(of_length(30, handle, max_new=200))
     largest = 0
     block_table = np.zeros((4, 16), np.int32)
     for _ in range(500):
@@ -108,11 +117,7 @@ def test_without_chunked_context_a_preempted_sequence_larger_than_a_step_is_resu
         assert plan is not None, "nothing runs, and nothing is admitted"
         largest = max(largest, plan.num_tokens)
         enter_blocks(block_table, plan, running.running)
-        outcome = accept(running.table, plan, np.zeros(len(plan.sample_slots), np.int32))
-        for slot in outcome.slots[outcome.codes != RUNNING].tolist():
-            request = running.table.requests[slot]
-            assert request is not None
-            running.release(request)
+        finish(running, plan)
         if not running.requests:
             break
     assert not running.requests and running.preemptions and largest <= 64
@@ -123,15 +128,11 @@ def tokens_of_steps(lengths: list[tuple[int, int]], **settings: Any) -> list[int
     config = EngineConfig(model_dir="", max_seq_len=4096, max_input_len=4095, **settings)
     result = Scheduler(config, KVCacheManager([BlockPool(8192)], 16, reuse=False))
     for handle, (prompt, output) in enumerate(lengths, 1):
-        params = SamplingParams(max_tokens=output)
-        ids = np.zeros(prompt, np.int32)
-        result.submit(Request(handle=handle, prompt=ids, params=params, max_new=output))
+        result.submit(of_length(prompt, handle, output))
     steps = []
     while (plan := result.schedule(in_flight=False)) is not None:
         steps.append(plan.num_tokens)
-        ended = accept(result.table, plan, np.zeros(len(plan.sample_slots), np.int32))
-        for slot in ended.slots[ended.codes != RUNNING].tolist():
-            result.release(result.table.requests[slot])
+        finish(result, plan)
     assert not result.requests
     return steps
 
@@ -177,9 +178,7 @@ def test_steady_arrivals_are_not_spread_but_take_every_slot():
     for _ in range(budget.GATHERING + 1500):
         plan = result.schedule(in_flight=False)
         rows.append(plan.num_decodes)
-        ended = accept(result.table, plan, np.zeros(len(plan.sample_slots), np.int32))
-        for slot in ended.slots[ended.codes != RUNNING].tolist():
-            result.release(result.table.requests[slot])
+        for _ in range(finish(result, plan)):
             submit()
     assert np.mean(rows[-1000:]) > 0.97 * slots
     for request in list(result.requests.values()):
@@ -296,8 +295,7 @@ def test_prompts_that_share_a_step_are_chosen_without_a_look_at_those_behind_the
 
     result = scheduler(prompts_together=8)
     for handle in range(1, 10_000):
-        params = SamplingParams(max_tokens=8)
-        result.submit(Seen(handle=handle, prompt=np.zeros(1, np.int32), params=params, max_new=8))
+        result.submit(Seen(handle, np.zeros(1, np.int32), SamplingParams(max_tokens=8), 8))
     looks.clear()
     plan = result.schedule(in_flight=False)
     assert plan is not None and plan.num_rows == 64
@@ -310,17 +308,15 @@ def test_who_waits_for_blocks_holds_none_and_keeps_the_cached_ones(monkeypatch: 
     manager, pool = result.kv_manager, result.kv_manager.pools[0]
 
     def submit(handle: int, first: int, tokens: int, max_new: int) -> Request:
-        params = SamplingParams(max_tokens=max_new, temperature=0.0)
-        prompt = np.arange(first, first + tokens, dtype=np.int32)
-        result.submit(Request(handle=handle, prompt=prompt, params=params, max_new=max_new))
-        return result.requests[handle]
+        request = of_length(tokens, handle, max_new)
+        request.prompt = np.arange(first, first + tokens, dtype=np.int32)
+        result.submit(request)
+        return request
 
     def step() -> None:
         plan = result.schedule(in_flight=False)
         assert plan is not None
-        outcome = accept(result.table, plan, np.full(len(plan.sample_slots), 9, np.int32))
-        for slot in outcome.slots[outcome.codes != RUNNING].tolist():
-            result.release(result.table.requests[slot])
+        finish(result, plan, 9)
 
     wanted = submit(1, 0, 160, max_new=1).prompt  # 10 blocks, the oldest in the cache
     step()
@@ -366,9 +362,7 @@ def test_of_what_two_prompts_share_what_is_cached_is_not_waited_for():
 def test_a_short_common_prefix_is_not_waited_for():
     result = scheduler(reuse=True)
     for handle in (1, 2):
-        request = of_length(300, handle)
-        request.prompt = np.concatenate([np.zeros(100, np.int32), np.full(200, handle, np.int32)])
-        result.submit(request)
+        result.submit(prompt_of(100, 200, handle))
     assert prompts_of_steps(result) == [[300, 300]]
 
 
