@@ -41,10 +41,15 @@ def model_dir(tmp_path):
     return folder
 
 
-def test_both_servers_are_measured_and_the_time_limit_leaves_rows_out(tmp_path, model_dir, server, capsys):
-    arguments = ["--model-dir", str(model_dir), "--out", str(tmp_path / "out"), "--commit", "abc"]
-    arguments += ["--workers", "1", "--url", f"ours={server.url}"]
-    assert run.main([*arguments, "--rows", "a", "--url", f"vllm={server.url}"]) == 0
+@pytest.fixture
+def asked(tmp_path, model_dir):
+    """Arguments of perf_configs.run for row a."""
+    return f"--model-dir {model_dir} --out {tmp_path / 'out'} --commit c --rows a --workers 1".split()
+
+
+def test_both_servers_are_measured_and_the_time_limit_leaves_rows_out(tmp_path, asked, server, capsys):
+    arguments = [*asked, "--url", f"ours={server.url}"]
+    assert run.main([*arguments, "--url", f"vllm={server.url}"]) == 0
     wanted = re.escape("(--time-limit less 40 for the end)\n")
     assert re.search(rf"1 row on 2 servers: some 50 s, of 17\d\d {wanted}", capsys.readouterr().out)
     assert run.main([*arguments, "--rows", "b", "--server", "ours", "--time-limit", "45"]) == 1
@@ -54,8 +59,8 @@ def test_both_servers_are_measured_and_the_time_limit_leaves_rows_out(tmp_path, 
     (path,) = (tmp_path / "out").glob("*.json")
     runs = results.load(path)["runs"]
     assert [(r["server"], r["row"], r["commit"], r["version"]) for r in runs] == [
-        ("ours", "a", "abc", "1.0"),
-        ("vllm", "a", "abc", "1.0"),
+        ("ours", "a", "c", "1.0"),
+        ("vllm", "a", "c", "1.0"),
     ]
     assert runs[0]["prompts_sha256"] == runs[1]["prompts_sha256"]
     assert runs[0]["warm_up"]["requests_with_checked_length"] == 2
@@ -68,23 +73,12 @@ def test_both_servers_are_measured_and_the_time_limit_leaves_rows_out(tmp_path, 
     assert "<svg" in path.with_suffix(".html").read_text()
 
 
-def test_a_call_that_is_cut_keeps_its_results_and_the_log_of_the_server_that_starts(
-    tmp_path, model_dir, server
-):
+def test_a_call_that_is_cut_keeps_its_results_and_the_log_of_the_server_that_starts(tmp_path, asked, server):
     stand_in = tmp_path / "python"
     stand_in.write_text("#!/bin/sh\n[ $1 = -c ] && exit\necho loading weights\nexec sleep 60\n")
     stand_in.chmod(0o755)
-    command = [sys.executable, "-m", "perf_configs.run", "--model-dir", str(model_dir), "--commit", "c"]
-    command += ["--out", str(tmp_path / "out"), "--rows", "a", "--server", "ours,vllm:servers-1"]
-    command += [
-        "--url",
-        f"ours={server.url}",
-        "--workers",
-        "1",
-        "--no-warm-up",
-        "--port",
-        str(free_ports(1)[0]),
-    ]
+    more = f"--server ours,vllm:servers-1 --url ours={server.url} --no-warm-up --port {free_ports(1)[0]}"
+    command = [sys.executable, "-m", "perf_configs.run", *asked, *more.split()]
     environment = os.environ | {"VLLM_PYTHON": str(stand_in), "TMPDIR": str(tmp_path)}
     with subprocess.Popen(command, cwd=run.ROOT, env=environment, stderr=subprocess.PIPE, text=True) as call:
 
@@ -324,76 +318,52 @@ def test_the_gpus_of_a_run_are_those_it_ran_on(tmp_path, model_dir):
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_refused_before_a_server_is_used(
-    tmp_path, model_dir, monkeypatch, capsys, arguments, message
+    tmp_path, asked, monkeypatch, capsys, arguments, message
 ):
     turns = [{"value": "one two three four five"}, {"value": "six seven eight nine"}]
     (tmp_path / "few.json").write_text(json.dumps([{"conversations": turns}] * 3))
     monkeypatch.setattr(run.Benchmark, "run_server", lambda *_: pytest.fail("a server was used"))
-    base = ["--model-dir", str(model_dir), "--out", str(tmp_path / "out"), "--rows", "a", "--commit", "c"]
     with pytest.raises(SystemExit) as caught:
-        run.main([*base, *(a.format(tmp=tmp_path) for a in arguments)])
+        run.main([*asked, *(a.format(tmp=tmp_path) for a in arguments)])
     assert caught.value.code == 2 and message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["/nonexist.json", "{tmp}/list.json", "{tmp}/engine.json"])
-def test_only_results_are_merged(tmp_path, capsys, name):
-    (tmp_path / "list.json").write_text("[]")
-    (tmp_path / "engine.json").write_text('{"start_s": 1.0, "decode": []}')
-    with pytest.raises(SystemExit) as caught:
-        run.main(["--merge", name.format(tmp=tmp_path), "--out", str(tmp_path / "out")])
-    error = capsys.readouterr().err
-    assert caught.value.code == 2 and ("cannot be read" in error or "is no result document" in error)
-
-
-@pytest.mark.parametrize("listed, asked", [(["bundled", "other"], "bundled"), (["x", "model"], "model")])
-def test_a_running_openai_server_is_asked_for_a_model_that_it_has(
-    tmp_path, model_dir, server, capsys, listed, asked
-):
+@pytest.mark.parametrize("listed, taken", [(["bundled", "other"], "bundled"), (["x", "model"], "model")])
+def test_a_running_openai_server_is_asked_for_a_model_that_it_has(asked, server, capsys, listed, taken):
     server.models = listed
-    arguments = ["--model-dir", str(model_dir), "--out", str(tmp_path), "--rows", "a", "--workers", "1"]
-    assert run.main([*arguments, "--server", "vllm", "--url", f"vllm={server.url}"]) == 0
-    assert {body["model"] for body in server.bodies} == {asked}
+    assert run.main([*asked, "--server", "vllm", "--url", f"vllm={server.url}"]) == 0
+    assert {body["model"] for body in server.bodies} == {taken}
     assert f"vllm 1.0 at {server.url}, running already\n" in capsys.readouterr().out
 
 
-def test_a_running_server_that_is_not_healthy_is_not_measured(tmp_path, model_dir, capsys):
+def test_a_running_server_that_is_not_healthy_is_not_measured(tmp_path, asked, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-    arguments = ["--model-dir", str(model_dir), "--out", str(tmp_path / "out"), "--rows", "a"]
-    assert run.main([*arguments, "--server", "ours", "--url", f"ours={url}"]) == 1
+    assert run.main([*asked, "--server", "ours", "--url", f"ours={url}"]) == 1
     error = capsys.readouterr().err
     assert f"ours: {url}/v2/health/ready does not answer with status 200; is ours running there?" in error
     (path,) = (tmp_path / "out").glob("*.json")
     assert results.load(path)["runs"] == []
 
 
-def test_a_dry_run_says_what_it_would_do_and_does_nothing(tmp_path, model_dir, monkeypatch, capsys):
+def test_a_dry_run_says_what_it_would_do_and_does_nothing(tmp_path, asked, monkeypatch, capsys):
     for name in ("serve", "run_load", "running_at"):
         monkeypatch.setattr(run, name, None)
     monkeypatch.setattr(run.floor, "measure_apart", None)
     monkeypatch.setattr(run, "check", lambda spec, port: None)
-    how = ["--model-dir", str(model_dir), "--out", str(tmp_path / "out"), "--commit", "c", "--dry-run"]
-    how += ["--rows", "small,e,tp2-70b-one", "--knob", "max_num_seqs=8", "--repeats", "2"]
+    how = "--dry-run --rows small,e,tp2-70b-one --knob max_num_seqs=8 --repeats 2"
+    how = [*asked, *how.split()]
     assert run.main([*how, "--server", "ours,vllm:servers-1"]) == 0
     said = capsys.readouterr().out
     first, *lines = said.splitlines()
     assert first.startswith("3 rows on 2 servers: some 380 s beside the servers' starts, of 17")
-    ours, cache = (
-        "  ours: started, h200-8b.toml --set tensor_parallel_size=",
-        "--set enable_kv_cache_reuse=false",
-    )
-    flags = "--api-server-count 1 --disable-uvicorn-access-log --no-enable-log-requests"
-    assert lines[:5] == [
-        "servers, in this order:",
-        f"{ours}1 {cache} --set max_num_seqs=8",
-        f"{ours}2 {cache} --set max_num_seqs=8",
-        f"  vllm:servers-1: started, VLLM_USE_FLASHINFER_SAMPLER=1 tensor parallel over 1 GPU {flags}",
-        f"  vllm:servers-1: started, VLLM_USE_FLASHINFER_SAMPLER=1 tensor parallel over 2 GPUs {flags}",
-    ]
-    assert (
-        "    4 prompts to warm up; 20 prompts at 10 requests/s; 20 prompts at 20 requests/s, 2 times" in lines
-    )
+    ours, knobs = "ours: started, h200-8b.toml", "--set enable_kv_cache_reuse=false --set max_num_seqs=8"
+    peer = "vllm:servers-1: started, VLLM_USE_FLASHINFER_SAMPLER=1 tensor parallel over"
+    for line, words in zip(lines[1:5], (ours, ours, f"{peer} 1 GPU ", f"{peer} 2 GPUs "), strict=True):
+        assert line.strip().startswith(words)
+    assert [f"--set tensor_parallel_size={n} {knobs}" in lines[n] for n in (1, 2)] == [True, True]
+    assert any("20 prompts at 10 requests/s; 20 prompts at 20 requests/s, 2 times" in line for line in lines)
     assert "    1 prompt to warm up; 6 prompts 1 at a time, 2 times" in lines
     assert "    required: p99_ttft_ms ratio ≤ 0.85" in lines
     assert lines[-1].startswith(f"results: {tmp_path / 'out'}") and not (tmp_path / "out").exists()
