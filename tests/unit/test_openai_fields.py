@@ -8,6 +8,7 @@ import asyncio
 import gzip
 import json
 import re
+import threading
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ import pytest
 
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.openai import requests
-from flashinfer_backend.openai.app import Access, make_app
+from flashinfer_backend.openai.app import LARGE_BODY, Access, make_app
 from flashinfer_backend.openai.chat import add_effort
 from flashinfer_backend.openai.door import Door
 from flashinfer_backend.openai.encodings import MOST_MEMBERS, PIECE, decompressed
@@ -144,12 +145,16 @@ class Api:
 
     def __init__(self, **access: Any) -> None:
         metrics: Any = SimpleNamespace(error=lambda status: None)
-        door = Door(Model(["m"], EngineConfig(model_dir="bundled")), metrics)
-        limits = SimpleNamespace(vocab_size=2048, max_seq_len=100, max_input_len=99)
-        door.link = SimpleNamespace(engines=SimpleNamespace(status=limits, up=True))  # type: ignore[assignment]
-        self._app = make_app([door], Access(max_body_bytes=MOST, **access))
+        self.door = Door(Model(["m"], EngineConfig(model_dir="bundled")), metrics)
+        limits = SimpleNamespace(vocab_size=2048, max_seq_len=1 << 20, max_input_len=1 << 20)
+        self.engines = SimpleNamespace(status=limits, up=True)
+        self.door.link = SimpleNamespace(engines=self.engines)  # type: ignore[assignment]
+        self._app = make_app([self.door], Access(**{"max_body_bytes": MOST} | access))
 
-    def call(
+    def call(self, *asked: Any, **named: str) -> tuple[int, dict[str, str], Any]:
+        return asyncio.run(self.ask(*asked, **named))
+
+    async def ask(
         self, path: str, body: bytes = b"", method: str = "POST", **headers: str
     ) -> tuple[int, dict[str, str], Any]:
         sent: list[Any] = []
@@ -162,7 +167,7 @@ class Api:
 
         given = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
         scope = {"type": "http", "method": method, "path": path, "headers": given, "query_string": b""}
-        asyncio.run(self._app(scope, receive, send))
+        await self._app(scope, receive, send)
         text = b"".join(message.get("body", b"") for message in sent)
         found = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
         return sent[0]["status"], found, json.loads(text) if text.startswith(b"{") else text
@@ -245,3 +250,40 @@ def test_the_description_has_the_fields_of_the_structs() -> None:
     )
     ids = [one["operationId"] for path in found["paths"].values() for one in path.values()]
     assert len(set(ids)) == len(ids) and found["security"] == [{"key": []}]
+
+
+def test_what_large_bodies_need_is_done_in_threads() -> None:
+    """Streams of other clients go on meanwhile."""
+    api = Api(max_body_bytes=1 << 24)
+    seen: list[bool] = []  # whether a body was read in the loop's thread
+
+    def watched(function: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            seen.append(threading.current_thread() is threading.main_thread())
+            return function(*arguments, **named)
+
+        return call
+
+    api.door.render, api.door.decoder = watched(api.door.render), watched(api.door.decoder)  # type: ignore[method-assign]
+    for size, in_loop in ((8, True), (LARGE_BODY, False)):
+        chat = {"messages": [{"role": "user", "content": "ab " * (size // 3)}]}
+        found = api.call("/tokenize", json.dumps(chat).encode())[2]
+        assert found["count"] > size // 4
+        tokens = {"tokens": found["tokens"][:5] + [300] * (size // 4)}
+        assert api.call("/detokenize", json.dumps(tokens).encode())[2]["prompt"]
+        assert seen == [in_loop, in_loop]
+        seen.clear()
+
+
+def test_a_request_waits_for_an_engine_that_is_not_seen_yet() -> None:
+    api = Api()
+    status, api.engines.status, api.engines.up = api.engines.status, None, False
+
+    def appear() -> None:
+        api.engines.status, api.engines.up = status, True
+
+    async def asked_before() -> Any:
+        asyncio.get_running_loop().call_later(0.1, appear)
+        return await api.ask("/tokenize", TEXT)
+
+    assert asyncio.run(asked_before())[2]["count"]

@@ -8,7 +8,6 @@ import asyncio
 import json
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,7 +23,6 @@ from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.openai import store as store_module
 from flashinfer_backend.openai.answer import Usage
-from flashinfer_backend.openai.app import LARGE_BODY, Access, make_app
 from flashinfer_backend.openai.chat import Answer, Conversation, Turn
 from flashinfer_backend.openai.door import Door
 from flashinfer_backend.openai.errors import ApiError
@@ -55,59 +53,6 @@ def write(folder: Path, **files: Any) -> Path:
         file.parent.mkdir(exist_ok=True)
         file.write_text(content if isinstance(content, str) else json.dumps(content))
     return folder
-
-
-def test_what_large_bodies_need_is_done_in_threads() -> None:
-    """Streams of other clients go on meanwhile."""
-    metrics: Any = SimpleNamespace(error=lambda status: None)
-    door = Door(Model(["m"], EngineConfig(model_dir="bundled")), metrics)
-    status = SimpleNamespace(vocab_size=2048, max_seq_len=1 << 20, max_input_len=1 << 20)
-    engines = SimpleNamespace(status=None, up=False)
-    door.link = cast(Any, SimpleNamespace(engines=engines))
-    seen: list[bool] = []  # whether a body was read in the loop's thread
-    render, decoder = door.render, door.decoder
-
-    def watched(function: Any) -> Any:
-        def call(*arguments: Any, **named: Any) -> Any:
-            seen.append(threading.current_thread() is threading.main_thread())
-            return function(*arguments, **named)
-
-        return call
-
-    door.render, door.decoder = watched(render), watched(decoder)  # type: ignore[method-assign]
-    app = make_app([door], Access())
-
-    async def post(path: str, body: Any) -> dict[str, Any]:
-        sent: list[Any] = []
-        content = json.dumps(body).encode()
-
-        async def receive() -> dict[str, Any]:
-            return {"type": "http.request", "body": content}
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
-        await app(scope, receive, send)
-        return json.loads(b"".join(message.get("body", b"") for message in sent))
-
-    async def post_before_the_engine_is_seen() -> dict[str, Any]:
-        def appear() -> None:
-            engines.status, engines.up = status, True
-
-        asyncio.get_running_loop().call_later(0.1, appear)
-        return await post("/tokenize", {"prompt": "a"})
-
-    assert asyncio.run(post_before_the_engine_is_seen())["count"]
-    seen.clear()
-    for size, in_loop in ((8, True), (LARGE_BODY, False)):
-        chat = {"messages": [{"role": "user", "content": "ab " * (size // 3)}]}
-        found = asyncio.run(post("/tokenize", chat))
-        assert found["count"] > size // 4
-        text = asyncio.run(post("/detokenize", {"tokens": found["tokens"][:5] + [300] * (size // 4)}))
-        assert text["prompt"]
-        assert seen == [in_loop, in_loop]
-        seen.clear()
 
 
 def test_what_all_answers_of_a_request_take_is_bounded() -> None:
