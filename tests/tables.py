@@ -6,9 +6,13 @@ from __future__ import annotations
 from typing import TypeVar
 
 from flashinfer_backend.core import tuned
-from flashinfer_backend.core.tuned import Entry, Shape, Tuned
+from flashinfer_backend.core.tuned import Entry, Role, Shape, Tuned
 
 F = TypeVar("F")
+LLAMA_8B: dict[Role, Shape] = {
+    "qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336),
+    "head": (128256, 4096),
+}  # fmt: skip
 
 
 def entries(*steps: tuple[int | None, F | None], shape: Shape | None = None) -> tuple[Entry[F], ...]:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from test_models import edit_tensors
 
 from checkpoints import make_checkpoint
 from eagle3_heads import FORMS, make_head
@@ -21,6 +22,7 @@ from flashinfer_backend.models.weights import WeightsError, load_weights
 from flashinfer_backend.ops import torch_ops
 from flashinfer_backend.speculate.eagle3 import load_eagle3
 from flashinfer_backend.speculate.heads import HeadProposer
+from quantised import edit_config
 
 SIZES: dict[str, Any] = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 256, "known": 100}
 
@@ -35,21 +37,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
 
 def load(folder: Path, target: Transformer, **options: Any) -> HeadProposer:
     return load_eagle3(folder, target, count=3, positions=128, **options)
-
-
-def edit(folder: Path, changes: dict[str, Any]) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def edit_tensors(folder: Path, name: str, tensor: torch.Tensor | None) -> None:
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    if tensor is None:
-        del tensors[name]
-    else:
-        tensors[name] = tensor
-    save_file(tensors, path)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -123,7 +110,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("form", "changes", "reason"), REFUSED, ids=[reason for *_, reason in REFUSED])
 def test_config_refusals_name_the_key(form: str, changes: dict[str, Any], reason: str, tmp_path: Path):
-    edit(make_head(form, tmp_path, **SIZES), changes)
+    edit_config(make_head(form, tmp_path, **SIZES), **changes)
     with pytest.raises(ValueError, match=r"config\.json") as caught:
         read_drafter(tmp_path)
     assert reason in str(caught.value)
@@ -156,11 +143,13 @@ def test_the_head_of_gpt_oss(target: Transformer, tmp_path: Path):
     eagle = json.loads((tmp_path / "config.json").read_text())["eagle_config"]
     yarn = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 64}
     layers = "eagle_aux_hidden_state_layer_ids"
-    edit(tmp_path, {"rope_scaling": yarn, "eagle_config": eagle | {layers: [2, 4], "norm_before_fc": True}})
+    edit_config(
+        tmp_path, **{"rope_scaling": yarn, "eagle_config": eagle | {layers: [2, 4], "norm_before_fc": True}}
+    )
     head = read_drafter(tmp_path)
     head.check_fits(target.spec, 128)
     assert head.taken == (2, 4) and head.fc_norms == "whole" and head.attention.rope.scaling.factor == 32
-    edit(tmp_path, {"eagle_config": eagle | {layers: [2, 4, 6]}})
+    edit_config(tmp_path, eagle_config=eagle | {layers: [2, 4, 6]})
     with pytest.raises(ValueError, match=r"behind the target's last layer .* has 6.* of earlier"):
         read_drafter(tmp_path).check_fits(target.spec, 128)
 
@@ -169,7 +158,7 @@ def test_windows_of_a_head_bound_sequences(target: Transformer, tmp_path: Path):
     make_head("speculators", tmp_path, **SIZES)
     raw = json.loads((tmp_path / "config.json").read_text())
     layer = raw[NESTED] | {"layer_types": ["sliding_attention"], "sliding_window": 64}
-    edit(tmp_path, {NESTED: layer})
+    edit_config(tmp_path, **{NESTED: layer})
     read_drafter(tmp_path).check_fits(target.spec, 64)
     with pytest.raises(ValueError, match="set max_seq_len to at most 64, which is 65"):
         read_drafter(tmp_path).check_fits(target.spec, 65)
@@ -196,9 +185,10 @@ def test_a_shallow_target_wants_layers_named(tmp_path: Path):
 def test_tensors_that_do_not_fit_are_refused(
     name: str, tensor: torch.Tensor | None, reason: str, target: Transformer, tmp_path: Path
 ):
-    edit_tensors(make_head("safeailab", tmp_path, **SIZES), name, tensor)
+    folder = make_head("safeailab", tmp_path, **SIZES)
+    edit_tensors(folder, lambda t: t.pop(name) if tensor is None else t.update({name: tensor}))
     with pytest.raises(WeightsError, match=reason):
-        load(tmp_path, target)
+        load(folder, target)
 
 
 ROOT = Path(__file__).parents[2]

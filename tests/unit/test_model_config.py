@@ -30,38 +30,10 @@ from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.worker.formats import check_cuda_formats
 from flashinfer_backend.worker.memory import state_format
 
+SHAPES = Path(__file__).parents[2] / "perf_configs/shapes"
 # As Llama 3.1 8B was published, with the keys of transformers 4.
-LLAMA31 = {
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
-    "bos_token_id": 128000,
-    "eos_token_id": [128001, 128008, 128009],
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "initializer_range": 0.02,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "model_type": "llama",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "pretraining_tp": 1,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 128256,
-}
-
-
+LLAMA31 = json.loads((SHAPES / "llama-3.1-8b/config.json").read_text())
+LLAMA31["eos_token_id"] = [128001, 128008, 128009]
 FACTORS = [1.0 + index / 10 for index in range(64)]
 
 
@@ -337,7 +309,7 @@ def test_the_tokenizers_end_token_is_one_of_the_end_ids(tmp_path):
 )
 def test_published_sizes_of_delta_nets(shape, states, size):
     """Without the head for drafts. Of 4 ranks each has its heads, whose states are a quarter."""
-    spec = read_spec(Path(__file__).parents[2] / "perf_configs/shapes" / shape)
+    spec = read_spec(SHAPES / shape)
     model = Transformer(spec, torch_ops, "bfloat16", "meta", 16)
     assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(size, rel=1e-3)
     assert len(spec.delta_nets) == states == 3 * len(spec.attentions)

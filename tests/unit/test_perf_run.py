@@ -4,6 +4,7 @@
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -24,11 +25,6 @@ from flashinfer_backend.engine.start import start
 from perf_configs import bench_engine, plan, profile_steps, provenance, results, run
 from perf_configs.servers import Running, StartError, _variables, read_servers
 from ports import free_ports
-
-SIZES_8B = {
-    **{"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8},
-    **{"intermediate_size": 14336, "vocab_size": 128256},
-}
 
 
 @pytest.fixture
@@ -173,7 +169,7 @@ def test_every_run_of_a_row_has_prompts_of_its_own(tmp_path, model_dir, monkeypa
     loads = noted_loads(monkeypatch)
     arguments = ["--no-warm-up", "--repeats", "2"]
     found = benchmark(model_dir, tmp_path, *arguments, "--rows", "small,a")
-    (tmp_path / "model/config.json").write_text(json.dumps(SIZES_8B))
+    shutil.copy(run.ROOT / "perf_configs/shapes/llama-3.1-8b/config.json", tmp_path / "model")
     found.floor = {"copy_bytes_per_s": 4.29e12, "flops_per_s": 8e14, "device": "G", "product": "x"}
     for name in ("ours", "vllm"):
         spec, running = read_servers()[name], Running("http://127.0.0.1:1", None, "1")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from test_models import edit_tensors, load
 
 from checkpoints import make_multimodal
 from flashinfer_backend.core.config import EngineConfig, resolve_limits
@@ -206,16 +206,8 @@ def test_shapes_that_do_not_divide_are_refused(tmp_path, changes, message):
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 
 
-def load(folder: Path) -> Transformer:
-    model = Transformer(read_spec(folder), torch_ops, "float32", "cpu")
-    load_weights(model, folder)
-    return model
-
-
 def edited(folder: Path, edit) -> Path:
-    tensors = load_file(folder / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    edit_tensors(folder, edit)
     return folder
 
 

@@ -14,15 +14,8 @@ from flashinfer_backend.attention import split
 from flashinfer_backend.core import tuned
 from flashinfer_backend.core.tuned import ROLES, BlockTile, Entry, Tiling, Tuned, find, steps
 from flashinfer_backend.ops import cublas, device, gated_linear, tilings
-from tables import entries, measured
+from tables import LLAMA_8B, entries, measured
 
-LLAMA_8B: dict[tuned.Role, tuned.Shape] = {
-    "qkv": (6144, 4096),
-    "o": (4096, 4096),
-    "gate_up": (28672, 4096),
-    "down": (4096, 14336),
-    "head": (128256, 4096),
-}
 FILES = sorted(tuned.FOLDER.glob("*.json"))
 
 
