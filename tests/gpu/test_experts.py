@@ -19,6 +19,7 @@ from engine.harness import serve, start_core
 from flashinfer_backend.core import tuned
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.ops import device, torch_ops
+from flashinfer_backend.ops.torch_ops import Mixture
 from flashinfer_backend.ops.weight import Weight
 from int4_checkpoints import make_int4
 from mxfp4_checkpoints import make_mxfp4
@@ -105,8 +106,8 @@ def test_products(shape, format, clip):
         chosen, weights = torch_ops.route(logits, per_token, tokens != 64)
         expected = by_formats(normed, chosen, weights, gate_up, down, experts, clip)
         expected = expected if residual is None else expected + residual
-        routing = per_token, tokens != 64
-        found = cuda_ops.experts_add(x, norm, 1e-5, router, gate_up, down, *routing, residual, clip)
+        mixture = Mixture(per_token, tokens != 64, clip)
+        found = cuda_ops.experts_add(x, norm, 1e-5, router, gate_up, down, mixture, residual)
         # The order of float32's additions decides between experts that a token wants nearly as much.
         error = (found.float() - expected).norm(dim=1) / expected.norm(dim=1)
         wrong = int((error > BOUND[format]).sum())
@@ -136,7 +137,8 @@ def test_whole_experts_of_ranks_add_up(format):
         for group in range(groups):
             parts = router, gate_up.part(group, groups), down.part(group, groups)
             own = group * experts // groups, experts // groups
-            found += cuda_ops.experts_add(x, norm, 1e-5, *parts, per_token, True, None, None, scaled, own)
+            mixture = Mixture(per_token, True, scaled_input=scaled, own=own)
+            found += cuda_ops.experts_add(x, norm, 1e-5, *parts, mixture, None)
         error = (found - expected).norm(dim=1) / expected.norm(dim=1)
         wrong = int((error > BOUND[format]).sum())
         assert wrong <= tokens // 100, f"{tokens} tokens: {wrong} differ, by up to {error.max():.2e}"
@@ -160,7 +162,7 @@ def test_every_tile_gives_the_same(scales, tile):
     logits = torch.randn(500, experts, device="cuda") - 4 * (torch.arange(experts, device="cuda") > 5)
     experts_of = device.active().experts | {scales: entries((None, tile))}
     with device.use(replace(device.active(), experts=experts_of)):
-        found = cuda_experts.weighted_sum(x, logits, gate_up, down, per_token, True, None)
+        found = cuda_experts.weighted_sum(x, logits, gate_up, down, Mixture(per_token, True), None)
     chosen, weights = torch_ops.route(logits, per_token, True)
     assert_close(found, by_formats(x, chosen, weights, gate_up, down, experts), BOUND[format])
 

@@ -447,6 +447,7 @@ def expert_products(model: ModelSpec) -> None:
     """As a layer has them behind the router."""
     from flashinfer_backend.models.transformer import weight
     from flashinfer_backend.ops import cuda_experts
+    from flashinfer_backend.ops.torch_ops import Mixture
 
     mlp = model.mlp
     assert isinstance(mlp, Experts)
@@ -454,8 +455,9 @@ def expert_products(model: ModelSpec) -> None:
     for tokens in (1, 2, 4, 7, 9, 16, 17, 63, 64, 100, 257, 1000, 8192):
         x = torch.empty(tokens, model.hidden_size, dtype=torch.bfloat16, device=META)
         logits = torch.empty(tokens, mlp.count, device=META)
-        routing = mlp.per_token, mlp.norm_topk
-        cuda_experts.weighted_sum(x, logits, gate_up, down, *routing, x, mlp.clip)
+        cuda_experts.weighted_sum(
+            x, logits, gate_up, down, Mixture(mlp.per_token, mlp.norm_topk, mlp.clip), x
+        )
 
 
 def test_blocks_that_cublas_multiplies_compile_no_tiles():

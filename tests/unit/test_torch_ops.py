@@ -123,7 +123,8 @@ def test_a_router_decides_in_float32():
     gate_up = Weight("gate_up", torch.ones(2 * 2, 2).bfloat16())
     down = Weight("down", torch.tensor([[0.0], [0.0], [1.0], [1.0]]).bfloat16())  # the second expert's counts
     x = torch.ones(1, 2).bfloat16()
-    found = torch_ops.experts_add(x, torch.ones(2).bfloat16(), 0.0, router, gate_up, down, 1, True, None)
+    mixture = torch_ops.Mixture(1, renormalise=True)
+    found = torch_ops.experts_add(x, torch.ones(2).bfloat16(), 0.0, router, gate_up, down, mixture, None)
     assert (found > 1).all()
 
 

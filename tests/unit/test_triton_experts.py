@@ -16,6 +16,7 @@ from torch import nn
 
 from flashinfer_backend.core.tuned import ExpertBlock, ExpertTile
 from flashinfer_backend.ops import fp8, torch_ops
+from flashinfer_backend.ops.torch_ops import Mixture
 from flashinfer_backend.ops.weight import Weight
 
 if __name__ == "__main__":
@@ -97,7 +98,7 @@ def check_shares(tokens: int, experts: int, chosen: int, groups: int) -> None:
         parts = [
             Weight("", whole[first : first + count].flatten(0, 1).contiguous()) for whole in (gate_up, down)
         ]
-        return cuda_experts.weighted_sum(normed, logits, *parts, chosen, True, residual, None, own)
+        return cuda_experts.weighted_sum(normed, logits, *parts, Mixture(chosen, True, own=own), residual)
 
     for first in range(0, experts, count):
         tiles = triton_experts.route(logits, chosen, True, 16, (first, count))
@@ -135,7 +136,9 @@ def check_products(format, tokens, experts, chosen, hidden, inner, tile, residua
     normed = torch_ops.rms_norm(x, norm, 1e-5)
     logits = F.linear(normed.float(), router)
     renormalise = bool(tokens % 2)
-    found = cuda_experts.weighted_sum(normed, logits, gate_up, down, chosen, renormalise, added, clip)
+    found = cuda_experts.weighted_sum(
+        normed, logits, gate_up, down, Mixture(chosen, renormalise, clip), added
+    )
     routes = torch_ops.route(logits, chosen, renormalise)
     expected = weighted_sum(normed.float(), *routes, gate_up, down, experts, clip)
     expected = expected if added is None else expected + added

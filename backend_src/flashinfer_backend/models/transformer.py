@@ -15,6 +15,7 @@ from flashinfer_backend.models.rope import cos_sin, query_scales
 from flashinfer_backend.models.spec import DeltaNet, Experts, FullAttention, LayerSpec, ModelSpec, Product
 from flashinfer_backend.ops.collectives import ALONE, Collectives
 from flashinfer_backend.ops.torch_delta import DeltaRows, DeltaStates, DeltaWeights
+from flashinfer_backend.ops.torch_ops import Mixture
 from flashinfer_backend.ops.weight import Chosen, LowRank, Weight
 
 KVCaches = list[tuple[Tensor, Tensor]]
@@ -117,13 +118,12 @@ class Layer(nn.Module):
         mlp, ops = self.spec.mlp, self.ops
         if isinstance(mlp, Experts):
             weights = self.router, self.gate_up, self.down
-            routing = mlp.per_token, mlp.norm_topk
+            mixture = Mixture(mlp.per_token, mlp.norm_topk, mlp.clip, mlp.scaled_input, mlp.own)
             residual = self._of_one_rank(residual)
             if mlp.shared is not None:
                 shared = self._shared(hidden)
                 residual = shared if residual is None else residual + shared
-            options = mlp.clip, mlp.scaled_input, mlp.own
-            return ops.experts_add(hidden, self.post_norm, self.eps, *weights, *routing, residual, *options)
+            return ops.experts_add(hidden, self.post_norm, self.eps, *weights, mixture, residual)
         plain = mlp.activation == "silu" and self.gate_up.bias is None
         if plain and self.post_norm is not None:
             inner = ops.norm_gate_up_silu(hidden, self.post_norm, self.eps, self.gate_up, chosen)

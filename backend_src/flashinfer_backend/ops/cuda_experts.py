@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flashinfer_backend.core.tuned import ExpertTile, Scales, find
 from flashinfer_backend.ops import device, triton_experts, triton_fp8
+from flashinfer_backend.ops.torch_ops import Mixture
 from flashinfer_backend.ops.triton_experts import Tiles
 from flashinfer_backend.ops.weight import Fp8Block, Fp8Token, Weight
 
@@ -28,18 +29,16 @@ def weighted_sum(
     logits: Tensor,
     gate_up: Weight,
     down: Weight,
-    experts_per_token: int,
-    renormalise: bool,
+    mixture: Mixture,
     residual: Tensor | None,
-    clip: tuple[float, float] | None = None,
-    own: tuple[int, int] | None = None,
 ) -> Tensor:
     """residual (None: 0) plus each token's experts of normed[T, H], which logits[T, E] choose and weight:
     residual[T, H] -> [T, H]. See ops.torch_ops.experts_add, whose x normed is the norm of. residual is
     unchanged."""
-    pairs = len(logits) * experts_per_token // logits.shape[1]
+    per_token, renormalise, clip, _, own = mixture
+    pairs = len(logits) * per_token // logits.shape[1]
     tile = choose(pairs, triton_experts.scales_of(gate_up))
-    tiles = triton_experts.route(logits, experts_per_token, renormalise, tile.tokens, own)
+    tiles = triton_experts.route(logits, per_token, renormalise, tile.tokens, own)
     gated = product_of(normed, gate_up, tiles, tile, gated=True, clip=clip)
     products = product_of(gated, down, tiles, tile, gated=False)
     return triton_experts.add_up(products, residual, len(normed), None if own is None else tiles.weights)

@@ -17,7 +17,7 @@ from torch import Tensor
 from flashinfer_backend.ops import cublas, cuda_experts, cuda_fp8, cuda_int4, gated_linear, triton_linear
 from flashinfer_backend.ops.tilings import choose, choose_adapted
 from flashinfer_backend.ops.torch_delta import count_held
-from flashinfer_backend.ops.torch_ops import embedded_down, xielu
+from flashinfer_backend.ops.torch_ops import Mixture, embedded_down, xielu
 from flashinfer_backend.ops.triton_adapters import expand, group_adapters, shrink
 from flashinfer_backend.ops.triton_delta import delta_net
 from flashinfer_backend.ops.triton_drafts import (
@@ -181,18 +181,13 @@ def experts_add(
     router: Weight,
     gate_up: Weight,
     down: Weight,
-    experts_per_token: int,
-    renormalise: bool,
+    mixture: Mixture,
     residual: Tensor | None,
-    clip: tuple[float, float] | None = None,
-    scaled_input: bool = False,
-    own: tuple[int, int] | None = None,
 ) -> Tensor:
     """residual (None: 0) plus each token's experts of n = rms_norm(x), chosen and weighted by n @ router.T:
     x[T, H], router[E, H], gate_up[E 2I, H], down[E H, I], residual[T, H] -> [T, H]. See ops.torch_ops."""
     normed = rms_norm(x, norm_weight, eps)
     logits = cuda_experts.router_logits(normed, router)
-    if scaled_input:
+    if mixture.scaled_input:
         normed = normed * logits.amax(-1, keepdim=True).sigmoid().to(normed.dtype)
-    weights, routing = (gate_up, down), (experts_per_token, renormalise)
-    return cuda_experts.weighted_sum(normed, logits, *weights, *routing, residual, clip, own)
+    return cuda_experts.weighted_sum(normed, logits, gate_up, down, mixture, residual)

@@ -32,6 +32,19 @@ class BySlot(NamedTuple):
     block_size: int  # tokens of a block
 
 
+class Mixture(NamedTuple):
+    """How a mixture of experts is computed. per_token: a token's experts, weighted as `route` says.
+    clip: of their activation, as `gated` takes it. scaled_input, with one renormalised expert for a token:
+    what it reads is multiplied by the sigmoid of its logit once it is chosen. own: which of the router's
+    experts are there, the first and how many; the others add nothing. None: all."""
+
+    per_token: int
+    renormalise: bool
+    clip: tuple[float, float] | None = None
+    scaled_input: bool = False
+    own: tuple[int, int] | None = None
+
+
 class Penalties(NamedTuple):
     """Of n rows of logits (int64, none twice), whose tokens are in the rows `slots` of a history (int64 [n]),
     generated ones from prompt_len on (int32 [n]). The rest is float32 [n]: a repetition penalty of 1 and
@@ -197,28 +210,22 @@ def experts_add(
     router: Weight,
     gate_up: Weight,
     down: Weight,
-    experts_per_token: int,
-    renormalise: bool,
+    mixture: Mixture,
     residual: Tensor | None,
-    clip: tuple[float, float] | None = None,
-    scaled_input: bool = False,
-    own: tuple[int, int] | None = None,
 ) -> Tensor:
     """residual (None: 0) plus each token's experts, which `route` chooses by n @ router.T, in float32, and
     weights: down @ `gated`(gate @ n, up @ n, clip) of an expert with n = rms_norm(x). x[T, H], residual[T, H]
     -> [T, H]. Use the returned tensor.
 
     router[E, H]; gate_up[E 2I, H] and down[E H, I] hold the experts below each other, of each the gate's rows
-    before the up projection's. Each may have a bias. scaled_input, with one renormalised expert for a token:
-    n is multiplied by the sigmoid of its logit once it is chosen. own: which of the router's experts are
-    there, the first and how many; the others add nothing. May overwrite residual.
+    before the up projection's. Each may have a bias. May overwrite residual.
     """
-    normed, (start, count) = rms_norm(x, norm_weight, eps), own or (0, len(router.data))
+    normed, (start, count) = rms_norm(x, norm_weight, eps), mixture.own or (0, len(router.data))
     # Rounded to 16 bits, logits would be equal more often, and another expert would be taken.
     bias = None if router.bias is None else router.bias.float()
     logits = F.linear(normed.float(), router.data.float(), bias)
-    chosen, weights = route(logits, experts_per_token, renormalise)
-    if scaled_input:
+    chosen, weights = route(logits, mixture.per_token, mixture.renormalise)
+    if mixture.scaled_input:
         normed = normed * logits.amax(-1, keepdim=True).sigmoid().to(normed.dtype)
     result = torch.zeros_like(x, dtype=torch.float32)
     for expert in (chosen - start).unique().tolist():
@@ -227,7 +234,7 @@ def experts_add(
         tokens, place = torch.where(chosen == expert + start)
         first, second = gate_up.part(expert, count), down.part(expert, count)
         gate, up = first.format.product(normed[tokens], first, first.bias).chunk(2, dim=-1)
-        product = second.format.product(gated(gate, up, clip), second, second.bias)
+        product = second.format.product(gated(gate, up, mixture.clip), second, second.bias)
         result.index_add_(0, tokens, product.float() * weights[tokens, place].unsqueeze(1))
     return (result if residual is None else residual.float() + result).to(x.dtype)
 
