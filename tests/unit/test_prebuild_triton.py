@@ -22,7 +22,7 @@ from flashinfer_backend import ops
 from flashinfer_backend.core import tuned
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.tuned import BlockTile, Tiling
-from flashinfer_backend.models.spec import Experts, ModelSpec
+from flashinfer_backend.models.spec import ModelSpec
 from flashinfer_backend.ops import device
 from flashinfer_backend.worker import prebuild_triton
 from flashinfer_backend.worker.prebuild_triton import collect
@@ -423,7 +423,7 @@ EXPERT_KERNELS = ("_route_and_place", "_route", "_place", "_product", "_sum")
 
 
 @pytest.mark.parametrize("format", ["dense", "fp8_token", "fp8_block", "mxfp4", "int4_awq_128"])
-@pytest.mark.parametrize("experts", [(128, 8), (8, 2), (4, 2), (1, 1)])
+@pytest.mark.parametrize("experts", [(128, 8), (8, 2)])
 def test_what_experts_compile(format, experts):
     """Two products with each of four tiles. One token, and up to 16, are routed by a kernel of their own, for
     each tile that they see: with few experts more than one."""
@@ -435,29 +435,9 @@ def test_what_experts_compile(format, experts):
         model = bundled(**(keys | oss))
     else:
         model = bundled(**keys).with_format(format)
-    variants = ahead_of(model)
-    found = names(variants)
-    if experts in ((128, 8), (8, 2)):
-        kernels = {"_route_and_place": 2, "_route": 1, "_place": 4, "_product": 8, "_sum": 1}
-        assert {name: found[name] for name in EXPERT_KERNELS} == kernels
-    assert set(collect(lambda: expert_products(model))) <= set(variants)
-
-
-def expert_products(model: ModelSpec) -> None:
-    """As a layer has them behind the router."""
-    from flashinfer_backend.models.transformer import weight
-    from flashinfer_backend.ops import cuda_experts
-    from flashinfer_backend.ops.torch_ops import Mixture
-
-    mlp = model.mlp
-    assert isinstance(mlp, Experts)
-    gate_up, down = (weight(product, torch.bfloat16, META) for product in (mlp.gate_up, mlp.down))
-    for tokens in (1, 2, 4, 7, 9, 16, 17, 63, 64, 100, 257, 1000, 8192):
-        x = torch.empty(tokens, model.hidden_size, dtype=torch.bfloat16, device=META)
-        logits = torch.empty(tokens, mlp.count, device=META)
-        cuda_experts.weighted_sum(
-            x, logits, gate_up, down, Mixture(mlp.per_token, mlp.norm_topk, mlp.clip), x
-        )
+    found = names(ahead_of(model))
+    kernels = {"_route_and_place": 2, "_route": 1, "_place": 4, "_product": 8, "_sum": 1}
+    assert {name: found[name] for name in EXPERT_KERNELS} == kernels
 
 
 def test_blocks_that_cublas_multiplies_compile_no_tiles():
@@ -522,46 +502,44 @@ def test_products_with_adapters_fit_the_shared_memory():
             assert kernel.preload(data).metadata.shared <= 227 << 10
 
 
-@pytest.mark.parametrize(
-    "own", [{}, {"down": entries((24, Tiling(32, 64, 128, stages=7)), (64, Tiling(64, 64, 64)))}]
-)
-def test_products_with_adapters_are_compiled_ahead(own: dict[str, Any]):
-    """Of any number of tokens; of one alone with one adapter's ranks only. own: tilings of such steps."""
-    from flashinfer_backend.models.adapter_places import room
-    from flashinfer_backend.ops.tilings import choose_adapted
-    from flashinfer_backend.ops.triton_adapters import group_adapters
-    from flashinfer_backend.ops.triton_linear import linear, takes_adapters
+DEEPEST = {"down": entries((24, Tiling(32, 64, 128, stages=7)), (64, Tiling(64, 64, 64)))}
 
-    config = replace(CONFIG, max_loras=8)
-    numbers = replace(measured("NVIDIA H100 80GB HBM3"), linear_adapted=own)
-    tokens_of_steps = (1, 2, 5, 16, 17, 32, 33, 64)
+
+@pytest.mark.parametrize(
+    ("format", "experts"),
+    [
+        *((format, None) for format in ("dense", "fp8_on_load", "fp8_static", "fp8_block", "int4_awq_128")),
+        *(("dense", experts) for experts in ((128, 8), (8, 2), (4, 2), (1, 1))),
+        *((format, (8, 2)) for format in ("fp8_on_load", "fp8_block", "int4_awq_128")),
+    ],
+)
+def test_products_of_any_number_of_tokens_are_ahead(format: str, experts: tuple[int, int] | None):
+    """With adapters and without, and with tilings for adapters that no step without them takes."""
+    from flashinfer_backend.models.adapter_places import AdapterPlaces
+    from flashinfer_backend.models.transformer import Transformer
+    from flashinfer_backend.ops import cuda_ops
+
+    mixture = dict(zip(("num_experts", "num_experts_per_tok"), experts or (), strict=False))
+    model = bundled(**SIZES_8B | (EXPERTS | mixture if experts else {}))
+    model, config = model.with_format(format) if format != "dense" else model, replace(CONFIG, max_loras=8)
 
     def steps() -> None:
-        for product in LLAMA.layers[0].adaptable:
-            low = room(product, 8, 16, torch.bfloat16, META)
-            for tokens in tokens_of_steps:
-                tiling = choose_adapted(product.role, tokens, empty(*product.shape))
-                assert tiling is not None and takes_adapters(tiling, low), (product.role, tokens)
-                norm = None if product.adds or not tiling.fuse_norm else empty(product.shape[1])
-                beside = {"residual": empty(tokens, product.shape[0]) if product.adds else None}
-                adapters = low, group_adapters(empty(tokens, of=torch.int32), 8)
-                linear(
-                    empty(tokens, product.shape[1]), empty(*product.shape), tiling, norm,
-                    0.0 if norm is None else 1e-5, gated=product.gated, adapters=adapters, **beside,
-                )  # fmt: skip
+        target = Transformer(model, cuda_ops, torch.bfloat16, META, 1)
+        AdapterPlaces(target, 8, config.max_lora_rank, vocabulary=False)
+        for _ in prebuild_triton._kinds_of_input_scales(target):
+            for tokens in (*range(1, 70), 100, 128, 129, 200, 256, 257, 300, 513, 1000, 4096):
+                target.compute_products(tokens, head=True)
+                chosen = cuda_ops.group_adapters(empty(tokens, of=torch.int32), 8)
+                target.compute_products(tokens, head=True, chosen=chosen)
 
-    with device.use(numbers):
-        ahead = ahead_of(LLAMA, config)
-        run = collect(steps)
-        plain = ahead_of(LLAMA)
-    assert set(run) <= set(ahead)
-    deepest = [
-        max(sizes(data)["STAGES"] for kernel, data in found if kernel.__name__ == "_linear")
-        for found in (run, plain)
-    ]
-    assert deepest == [7 if own else 6, 6]
-    chunks = {sizes(data)["CHUNK"] for kernel, data in run if kernel.__name__ == "_linear"}
-    assert chunks == {16, 128}
+    with (
+        device.use(replace(measured("NVIDIA H100 80GB HBM3"), linear_adapted=DEEPEST)),
+        prebuild_triton._flashinfer_without_memory(),
+    ):
+        used, ahead = set(collect(steps)), set(ahead_of(model, config))
+    assert used <= ahead, names([variant for variant in used if variant not in ahead])
+    if format == "dense" and experts is None:
+        assert max(sizes(data)["STAGES"] for kernel, data in used if kernel.__name__ == "_linear") == 7
 
 
 def sizes(data: str) -> dict[str, Any]:
