@@ -23,7 +23,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from ctypes import c_double, c_longlong
 from pathlib import Path
 from typing import Any, cast
@@ -163,12 +162,7 @@ def door(run_dir: Path, port: int, workers: int) -> None:
 
 def children(pid: int) -> list[int]:
     """Processes that a process started and that still run."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if int(processes.stat(folder.name)[1][1]) == pid:
-                found.append(int(folder.name))
-    return sorted(found)
+    return sorted(child for child, _, fields in processes.running() if int(fields[1]) == pid)
 
 
 def machine() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # "max 100000", or microseconds of CPU time and in how many
@@ -26,6 +26,13 @@ def stat(pid: int | str) -> tuple[str, list[str]]:
     # A name is cut to 15 bytes, perhaps inside of a character, and may hold spaces and brackets.
     head, _, rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
     return head.partition("(")[2], rest.split()
+
+
+def running() -> Iterator[tuple[int, str, list[str]]]:
+    """pid, and name and fields as of `stat`, of each process; also of zombies."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has just ended
+            yield int(folder.name), *stat(folder.name)
 
 
 def cpu_seconds(fields: Sequence[str]) -> float:

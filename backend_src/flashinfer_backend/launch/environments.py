@@ -35,9 +35,8 @@ def _servers_started() -> list[float]:
     """When this user's tritonservers that run were started, in seconds since the epoch."""
     now, since_boot = time.time(), time.clock_gettime(time.CLOCK_BOOTTIME)
     found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            name, fields = processes.stat(folder.name)
-            if name == "tritonserver" and folder.stat().st_uid == os.getuid():
+    for pid, name, fields in processes.running():
+        with contextlib.suppress(OSError):  # it has just ended
+            if name == "tritonserver" and os.stat(f"/proc/{pid}").st_uid == os.getuid():
                 found.append(now - since_boot + int(fields[19]) / os.sysconf("SC_CLK_TCK"))
     return found

@@ -149,12 +149,8 @@ def memory_of_stubs(server_pid: int) -> set[str]:
 
 def _ended_stubs(server_pid: int) -> list[int]:
     """Stubs of a server that have ended and that it has not noticed."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        try:
-            name, fields = processes.stat(folder.name) if folder.name.isdigit() else ("", [])
-        except OSError:  # it is gone
-            continue
-        if name.startswith("triton_python_b") and fields[:2] == ["Z", str(server_pid)]:
-            found.append(int(folder.name))
-    return found
+    return [
+        pid
+        for pid, name, fields in processes.running()
+        if name.startswith("triton_python_b") and fields[:2] == ["Z", str(server_pid)]
+    ]
