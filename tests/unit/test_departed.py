@@ -14,8 +14,7 @@ import pytest
 from flashinfer_backend.transport import seen
 from flashinfer_backend.transport.protocol import make_handle
 from flashinfer_backend.transport.seen import ENTRIES, SeenMarker, SeenTable
-from flashinfer_backend.triton_server.departed import DepartedClients
-from flashinfer_backend.triton_server.watch import MOST_LOOKS, ClientWatch
+from flashinfer_backend.triton_server.watch import MOST_LOOKS, ClientWatch, DepartedClients
 
 PID = 4321
 
