@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from checkpoints import make_checkpoint
 from eagle3_heads import FORMS, Reference, make_head
 from engine.harness import serve, start_core
+from engine.ranks_in_threads import start_ranks
 from engine.test_graph_steps import replayed
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import named_folder
@@ -220,19 +221,17 @@ def test_the_bundled_head_is_accepted(tmp_path: Path):
     assert kept[0] > 2.0 and kept[1] > 1.5, kept
 
 
-def test_two_ranks_draft_the_same(tmp_path: Path):
+def test_two_ranks_draft_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Each has its share of the head's layers; the tokens are those of two ranks without drafts."""
     prompts = [[0, *range(40, 60)], [0, *range(70, 75)]]
     params = SamplingParams(max_tokens=40, temperature=0.0, end_id=-1)
     found, steps = [], []
     for options in ({}, {"speculative_method": "eagle3", "draft_model": "bundled", "max_draft_len": 3}):
-        core = start_core(Path("bundled"), tensor_parallel_size=2, on_loss=lambda why: None, **options)
-        try:
-            with serve(core, tmp_path / str(len(found))) as client:
-                found.append(client.generate(prompts, params))
-                steps.append(client.loop.iteration)
-        finally:
-            core.close()
+        core = start_ranks(Path("bundled"), 2, monkeypatch, **options)
+        with serve(core, tmp_path / str(len(found))) as client:
+            found.append(client.generate(prompts, params))
+            steps.append(client.loop.iteration)
+        core.close()
     assert found[1] == found[0]
     assert steps[1] < 0.8 * steps[0]
 

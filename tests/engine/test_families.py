@@ -14,24 +14,9 @@ from thinned import some
 
 # One of each kind of layer; what all families have in common is tested with Llama's.
 FEW = [
-    "apertus",
-    "arcee",
-    "exaone4-windows",
-    "gemma3",
-    "glm4",
-    "gpt-oss",
-    "granite",
-    "hunyuan",
-    "llama4",
-    "mpt",
-    "olmo3",
-    "phi3",
-    "qwen2-moe",
-    "qwen3-next",
-    "qwen3.5",
-    "qwen3.5-moe",
-    "smollm3",
-]
+    "apertus", "arcee", "exaone4-windows", "gemma3", "glm4", "gpt-oss", "granite", "hunyuan", "llama4",
+    "mpt", "olmo3", "phi3", "qwen2-moe", "qwen3-next", "qwen3.5", "qwen3.5-moe", "smollm3",
+]  # fmt: skip
 
 
 # transformers takes other factors for short sequences, an engine one kind for all.

@@ -283,9 +283,8 @@ class Attack:
             "openai": {"prompt": ["a", "a " * 9000], "n": 3, "max_tokens": 5},
         }
         with contextlib.ExitStack() as staying:
-            for number, (door, port) in enumerate(
-                itertools.islice(itertools.cycle(self.ports.items()), connections)
-            ):
+            doors = itertools.islice(itertools.cycle(self.ports.items()), connections)
+            for number, (door, port) in enumerate(doors):
                 with contextlib.suppress(OSError):
                     sock = socket.create_connection(("127.0.0.1", port), timeout=5)
                     sock.sendall(request_bytes(STREAMED[door], bodies[door]))
@@ -440,19 +439,8 @@ def main() -> int:
             attack = Attack(server, options.seed, options.streams, exact=not options.set)
             before = attack.memory()
             end = time.monotonic() + options.minutes * 60
-            harms = [
-                attack.kill,
-                attack.kill,
-                attack.kill,
-                attack.stop,
-                attack.drop,
-                attack.flood,
-                attack.hostile,
-                attack.stall,
-                attack.hold,
-                attack.several,
-                attack.clean,
-            ]
+            harms = [*[attack.kill] * 3, attack.stop, attack.drop, attack.flood, attack.hostile]
+            harms += [attack.stall, attack.hold, attack.several, attack.clean]
             try:
                 while time.monotonic() < end:
                     attack.round(attack.rng.choice(harms))

@@ -30,7 +30,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import grpc
 import msgspec
@@ -96,6 +95,11 @@ FLOATS = [
 ]  # fmt: skip
 
 
+OTHER_PATHS = ["/v1/models/" + "x" * 99, "/v1/nothing", "//", "/v1/models/%00", "/v1/%2e%2e/x", "/?a"]
+HEADERS = ["Authorization", "Accept", "Accept-Encoding", "Expect", "X-Request-Id", "Cookie"]
+HEADER_VALUES = ["Bearer x", "\xff\xfe", "", "x" * 5000, "text/event-stream", "Bearer"]
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What a request came to: a kind to be counted, and what is wrong with it, or nothing."""
@@ -119,6 +123,15 @@ def judge_offsets(choice: dict[str, Any]) -> str:
     # A stop text is cut off the text, and not its tokens off their list.
     within = choice["finish_reason"] == "stop" or max(offsets, default=0) <= len(choice["text"])
     return "" if rising and within else f"text_offset {offsets} of the text {choice['text']!r}"
+
+
+def asked(port: int, verb: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, str, str]:
+    """Status, content type and text of an answer."""
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)) as connection:
+        connection.request(verb, path, body, headers)
+        answer = connection.getresponse()
+        text = answer.read().decode(errors="replace")
+        return answer.status, str(answer.headers.get("content-type", "")), text
 
 
 class Draw:
@@ -204,29 +217,19 @@ class TritonFuzz:
 
     def __init__(self, server: Server) -> None:
         self.server = server
-        place = urlsplit(server.url)
-        self._host, self._port = str(place.hostname), int(place.port or 0)
+        self._port = int(server.url.rpartition(":")[2])
         self._local = threading.local()
         self.models = {name: self._inputs(name) for name in MODELS}
         self.expected = server.text(PROMPT, 12)
 
     def _inputs(self, model: str) -> list[Input]:
-        _, config = self._http("GET", f"/v2/models/{model}/config", b"", {})
+        _, _, config = asked(self._port, "GET", f"/v2/models/{model}/config", b"", {})
         result = []
         for tensor in json.loads(config)["input"]:
             kind = tensor["data_type"].removeprefix("TYPE_").replace("STRING", "BYTES")
             dims = tuple(int(size) for size in tensor["dims"])
             result.append(Input(tensor["name"], kind, dims, bool(tensor.get("optional"))))
         return result
-
-    def _http(self, verb: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, str]:
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=TIMEOUT_S)
-        try:
-            connection.request(verb, path, body, headers)
-            answer = connection.getresponse()
-            return answer.status, answer.read().decode(errors="replace")
-        finally:
-            connection.close()
 
     @property
     def _stub(self) -> Any:
@@ -251,9 +254,8 @@ class TritonFuzz:
     def send(self, draw: Draw) -> Verdict:
         """One request."""
         model = draw.rng.choice(MODELS)
-        kind = draw.rng.choice(
-            ["generate", "generate_stream", "infer", "gRPC", "gRPC", "gRPC stream", "gRPC stream"]
-        )
+        kinds = ["generate", "generate_stream", "infer", "gRPC", "gRPC", "gRPC stream", "gRPC stream"]
+        kind = draw.rng.choice(kinds)
         if kind.startswith("gRPC"):
             return self._grpc(draw, model, kind)
         make = self._infer_body if kind == "infer" else self._generate_body
@@ -262,10 +264,9 @@ class TritonFuzz:
         if draw.chance(0.05):
             body = draw.broken(body)
         if kind == "infer" and draw.chance(0.05):
-            headers["Inference-Header-Content-Length"] = str(
-                draw.rng.choice([0, 1, len(body), len(body) + 9, -1])
-            )
-        status, text = self._http("POST", f"/v2/models/{model}/{kind}", body, headers)
+            length = draw.rng.choice([0, 1, len(body), len(body) + 9, -1])
+            headers["Inference-Header-Content-Length"] = str(length)
+        status, _, text = asked(self._port, "POST", f"/v2/models/{model}/{kind}", body, headers)
         return self._judge_http(f"{kind} {model}", model, status, text)
 
     def _judge_http(self, name: str, model: str, status: int, text: str) -> Verdict:
@@ -332,8 +333,7 @@ class TritonFuzz:
         if tensor.name == "input_lengths":
             return [draw.rng.choice([1, 1, 2, 4, 9])] * count
         if tensor.name == "CHUNK" and draw.chance(0.8):
-            fields = [draw.rng.choice([0, 1, 2, 3, -1, 2**40, draw.integer() % 2**63]) for _ in range(count)]
-            return fields
+            return [draw.rng.choice([0, 1, 2, 3, -1, 2**40, draw.integer() % 2**63]) for _ in range(count)]
         return [draw.right(tensor.datatype, tensor.name) for _ in range(count)]
 
     def _infer_body(self, draw: Draw, model: str) -> bytes:
@@ -342,17 +342,15 @@ class TritonFuzz:
         for tensor in self._chosen(draw, model):
             shape = self._shape(draw, tensor, batch, large=False)
             count = max(0, math.prod(shape))
-            datatype = (
-                tensor.datatype if draw.chance(0.97) else draw.rng.choice([*TYPES, "STRING", "", "int32"])
-            )
+            wrong = draw.rng.choice([*TYPES, "STRING", "", "int32"])
+            datatype = tensor.datatype if draw.chance(0.97) else wrong
             data: Any = self._values(draw, tensor, min(count, 600))
             if draw.chance(0.04):
                 data = draw.json()
             made: dict[str, Any] = {"name": tensor.name, "datatype": datatype, "shape": shape, "data": data}
             if draw.chance(0.03):
-                made["parameters"] = draw.rng.choice(
-                    [draw.json(), {"shared_memory_region": draw.text()}, {"binary_data_size": draw.integer()}]
-                )
+                binary = {"shared_memory_region": draw.text()}, {"binary_data_size": draw.integer()}
+                made["parameters"] = draw.rng.choice([draw.json(), *binary])
             if draw.chance(0.03):
                 made[draw.rng.choice(["name", "datatype", "data"])] = draw.json()
             inputs.append(made)
@@ -408,16 +406,14 @@ class TritonFuzz:
         if draw.chance(0.04):
             request.inputs.add(name=draw.plain_text(), datatype=rng.choice(TYPES), shape=[1, 1])
         if draw.chance(0.1):
+            outputs = ["text_output", "finish_reason", "OUTPUT", "chunk", draw.plain_text()]
             for _ in range(rng.randrange(3)):
-                request.outputs.add(
-                    name=rng.choice(["text_output", "finish_reason", "OUTPUT", "chunk", draw.plain_text()])
-                )
+                request.outputs.add(name=rng.choice(outputs))
         if draw.chance(0.1):
             request.id = draw.plain_text()
         if draw.chance(0.04):
-            request.parameters[
-                rng.choice(["sequence_id", "priority", "timeout", "x"])
-            ].int64_param = rng.choice([-1, 0, 1, 2**62])
+            place = rng.choice(["sequence_id", "priority", "timeout", "x"])
+            request.parameters[place].int64_param = rng.choice([-1, 0, 1, 2**62])
         if draw.chance(0.02):
             request.model_version = rng.choice(["1", "2", "x"])
         try:
@@ -426,9 +422,8 @@ class TritonFuzz:
                 whole = bool(answer.model_name)
                 return Verdict(f"{name}: whole", "" if whole else "an answer without a model's name")
             request.parameters["triton_enable_empty_final_response"].bool_param = True
-            return self._judge_stream(
-                name, list(self._stub.ModelStreamInfer(iter([request]), timeout=TIMEOUT_S))
-            )
+            stream = self._stub.ModelStreamInfer(iter([request]), timeout=TIMEOUT_S)
+            return self._judge_stream(name, list(stream))
         except grpc.RpcError as error:
             status = error.code()
             if status in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
@@ -520,32 +515,18 @@ class OpenAiFuzz:
         if draw.chance(0.03):
             return self._calls(draw)
         path = rng.choice(list(self.ROUTES))
-        body = json.dumps(self._body(draw, path), ensure_ascii=draw.chance(0.5)).encode(
-            errors="surrogatepass"
-        )
+        text = json.dumps(self._body(draw, path), ensure_ascii=draw.chance(0.5))
+        body = text.encode(errors="surrogatepass")
         if draw.chance(0.05):
             body = draw.broken(body)
         verb = "POST" if draw.chance(0.97) else rng.choice(["GET", "PUT", "DELETE", "OPTIONS", "PATCH"])
         if draw.chance(0.03):
-            path = rng.choice(
-                ["/v1/models/" + "x" * 99, "/v1/nothing", "//", "/v1/models/%00", "/v1/%2e%2e/x", "/?a"]
-            )
-        headers = {
-            "Content-Type": rng.choice(["application/json"] * 9 + ["text/plain", "", "multipart/form-data"])
-        }
+            path = rng.choice(OTHER_PATHS)
+        kinds = ["application/json"] * 9 + ["text/plain", "", "multipart/form-data"]
+        headers = {"Content-Type": rng.choice(kinds)}
         if draw.chance(0.05):
-            headers[
-                rng.choice(["Authorization", "Accept", "Accept-Encoding", "Expect", "X-Request-Id", "Cookie"])
-            ] = rng.choice(["Bearer x", "\xff\xfe", "", "x" * 5000, "text/event-stream", "Bearer"])
-        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=TIMEOUT_S)
-        try:
-            connection.request(verb, path, body, headers)
-            answer = connection.getresponse()
-            status, text = answer.status, answer.read().decode(errors="replace")
-            kind = str(answer.headers.get("content-type", ""))
-        finally:
-            connection.close()
-        return self._judge(path, status, kind, text)
+            headers[rng.choice(HEADERS)] = rng.choice(HEADER_VALUES)
+        return self._judge(path, *asked(self.server.port, verb, path, body, headers))
 
     def _calls(self, draw: Draw) -> Verdict:
         """Calls with slips that can be understood in one way only. The model is made to write them; or, as a
@@ -638,33 +619,25 @@ class OpenAiFuzz:
         if "bool" in words:
             return draw.chance(0.5)
         if "float" in words:
-            return (
-                {"5": rng.choice(FLOATS)}
-                if "dict" in words
-                else rng.choice([0.0, 0.5, 0.9, rng.choice(FLOATS)])
-            )
+            value = rng.choice([0.0, 0.5, 0.9, rng.choice(FLOATS)])
+            return {"5": value} if "dict" in words else value
         if "int" in words:
             value = rng.choice([0, 1, 2, 5, draw.integer()])
             return [value] if "list" in words else value
         if "Any" in words or "Struct" in words or "Format" in words:
-            return rng.choice(
-                [draw.json(), {"type": "json_object"}, {"regex": "[ab]+"}, {"choice": ["x", "yy"]}]
-            )
+            guides = {"type": "json_object"}, {"regex": "[ab]+"}, {"choice": ["x", "yy"]}
+            return rng.choice([draw.json(), *guides])
         return draw.text()
 
     def _messages(self, draw: Draw) -> list[Any]:
         made = []
         for _ in range(draw.rng.choice([1, 1, 2, 3])):
-            message: dict[str, Any] = {
-                "role": draw.rng.choice(["user", "user", "system", "assistant", "tool", "x"])
-            }
-            message["content"] = draw.rng.choice(
-                [draw.text(), draw.text(), [{"type": "text", "text": draw.text()}]]
-            )
+            role = draw.rng.choice(["user", "user", "system", "assistant", "tool", "x"])
+            content = draw.rng.choice([draw.text(), draw.text(), [{"type": "text", "text": draw.text()}]])
+            message: dict[str, Any] = {"role": role, "content": content}
             if draw.chance(0.1):
-                message[draw.rng.choice(["content", "role", "tool_calls", "name", "tool_call_id", "x"])] = (
-                    draw.json()
-                )
+                name = draw.rng.choice(["content", "role", "tool_calls", "name", "tool_call_id", "x"])
+                message[name] = draw.json()
             made.append(message if draw.chance(0.97) else draw.json())
         return made
 
@@ -674,18 +647,13 @@ class OpenAiFuzz:
         if status == 500:
             return Verdict(name, f"status 500: {text[:300]!r}")
         if kind.startswith("text/event-stream"):
-            ended = (
-                text.rstrip().endswith("[DONE]")
-                or "response.completed" in text
-                or "message_stop" in text
-                or "response.incomplete" in text
-            )
+            ends = "response.completed", "response.incomplete", "message_stop"
+            ended = text.rstrip().endswith("[DONE]") or any(end in text for end in ends)
             events = [line[6:] for line in text.splitlines() if line.startswith("data: {")]
             errors = [event["error"] for event in map(json.loads, events) if event.get("error")]
             wrong = next(filter(None, (judge_words(str(error.get("message"))) for error in errors)), "")
-            return Verdict(
-                f"{name}: stream", wrong or ("" if ended or errors else f"no end: {text[-200:]!r}")
-            )
+            unended = "" if ended or errors else f"no end: {text[-200:]!r}"
+            return Verdict(f"{name}: stream", wrong or unended)
         if status == 400 and not kind.startswith("application/json"):
             return Verdict(f"{name}: not HTTP", "" if "Invalid HTTP" in text else f"{status} {text[:200]!r}")
         if status >= 400:
@@ -780,24 +748,17 @@ def main() -> int:
             targets["the OpenAI API"] = OpenAiFuzz(door, options.tool_format)
         for name, target in targets.items():
             began = time.monotonic()
-            findings = fuzz(
-                target,
-                options.requests,
-                options.seed,
-                options.first,
-                options.threads,
-                long=True,
-                minutes=options.minutes,
-            )
+            numbers = options.requests, options.seed, options.first, options.threads
+            findings = fuzz(target, *numbers, long=True, minutes=options.minutes)
             print(f"{name}: seed {options.seed}, {time.monotonic() - began:.0f} s")
             print(*(f"{count:>8} {kind}" for kind, count in sorted(findings.counts.items())), sep="\n")
             wrong += findings.wrong
             log = target.server.log
             lines = log.splitlines()
-            for at in [
-                n for n, line in enumerate(lines) if line.startswith("serve: ") and "starting" in line
-            ]:
-                wrong.append("the server was started again:\n" + "\n".join(lines[max(0, at - 5) : at + 1]))
+            for at, line in enumerate(lines):
+                if line.startswith("serve: ") and "starting" in line:
+                    before = "\n".join(lines[max(0, at - 5) : at + 1])
+                    wrong.append(f"the server was started again:\n{before}")
             wrong += [f"{name} logs a traceback" for _ in range("Traceback" in log)]
             if "Traceback" in log:
                 print(log[max(0, log.index("Traceback") - 500) :][:3000], file=sys.stderr)

@@ -27,7 +27,7 @@ import numpy as np
 
 sys.path[:0] = [str(Path(__file__).parents[n]) for n in (1, 2)]
 
-from scheduler_walk import (  # noqa: E402  # noqa: E402
+from scheduler_walk import (  # noqa: E402
     ADAPTERS,
     SNAPSHOT_TOKENS,
     AdapterState,

@@ -9,6 +9,7 @@ leaves. Meanwhile memory, file descriptors, threads and shared memory of every p
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import queue
@@ -122,14 +123,9 @@ class Client:
         self._grpc = grpcclient.InferenceServerClient(server.grpc)
         self._heard: queue.Queue[Any] = queue.Queue()
         self._grpc.start_stream(lambda result, error: self._heard.put((result, error)))
-        asks: list[Callable[[Case], list[Answer]]] = [
-            self.generate,
-            self.generate_stream,
-            self.grpc_stream,
-            lambda case: self.openai(case, stream=False),
-            lambda case: self.openai(case, stream=True),
-        ]
-        self.doors = dict(zip(DOORS, asks, strict=True))
+        openai = (functools.partial(self.openai, stream=stream) for stream in (False, True))
+        asks = [self.generate, self.generate_stream, self.grpc_stream, *openai]
+        self.doors: dict[str, Callable[[Case], list[Answer]]] = dict(zip(DOORS, asks, strict=True))
 
     def close(self) -> None:
         self._grpc.stop_stream()
@@ -142,9 +138,8 @@ class Client:
         return text
 
     def generate(self, case: Case) -> list[Answer]:
-        answer = json.loads(
-            self._post("triton", "/v2/models/ensemble/generate", triton_body(case, stream=False))
-        )
+        text = self._post("triton", "/v2/models/ensemble/generate", triton_body(case, stream=False))
+        answer = json.loads(text)
         return [Answer(answer["text_output"], answer["finish_reason"])]
 
     def generate_stream(self, case: Case) -> list[Answer]:
@@ -357,13 +352,11 @@ def main() -> int:
                 if len(soak.wrong) > 50:
                     break
             soak.close()
-            wrong = list(soak.wrong)
-            wrong += problems_at_rest(server)
+            wrong = [*soak.wrong, *problems_at_rest(server)]
             soak.sample()
             print(report(soak))
-            wrong += [
-                f"the log says {word}" for word in ("Traceback", "starting the server") if word in server.log
-            ]
+            said = [word for word in ("Traceback", "starting the server") if word in server.log]
+            wrong += [f"the log says {word}" for word in said]
     print(*wrong, f"{len(wrong)} findings", sep="\n")
     return 1 if wrong else 0
 

@@ -47,7 +47,7 @@ def test_every_harm_is_survived(tmp_path: Path) -> None:
             lambda: attack.flood(100),
             lambda: attack.stop("llm"),  # whose answers would come out of others' streams
             lambda: attack.stop("postprocessing"),  # after which this tritonserver mostly aborts under load
-            attack.kill,
+            lambda: attack.kill("engine"),
         ]
         try:
             for harm in harms:

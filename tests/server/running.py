@@ -28,7 +28,7 @@ import zmq
 
 from flashinfer_backend.config_tools import cli
 from flashinfer_backend.launch import launcher as serve
-from flashinfer_backend.transport import protocol, rundir
+from flashinfer_backend.transport import protocol
 from flashinfer_backend.transport.addresses import resolve
 from ports import free_ports
 from waiting import wait_for
@@ -166,13 +166,8 @@ class Server(Launched):
         self._by_serve = command is None
         if command is None:
             shm = []
-            command = [
-                sys.executable,
-                "-m",
-                "flashinfer_backend.serve",
-                "--model-repository",
-                str(repository),
-            ]
+            command = [sys.executable, "-m", "flashinfer_backend.serve"]
+            command += ["--model-repository", str(repository)]
             command += ["--http-port", "{http}", "--grpc-port", "{grpc}", "--metrics-port", "{metrics}"]
             command += ["--shm-prefix", self.shm_prefix, *options, "--"]
         ports = {"http": http, "grpc": grpc, "metrics": self.metrics_port}
@@ -360,17 +355,3 @@ class EngineWatch:
     def close(self) -> None:
         self._socket.send(protocol.encode(protocol.Goodbye(os.getpid())))
         self._socket.close(linger=100)
-
-
-__all__ = [
-    "BothDoors",
-    "EngineWatch",
-    "Server",
-    "both_running",
-    "build_repository",
-    "plain_command",
-    "protocol",
-    "rundir",
-    "running",
-    "wait_for",
-]

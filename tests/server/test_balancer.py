@@ -39,12 +39,8 @@ class Balanced:
         (port,) = free_ports(1)
         self.url = f"http://127.0.0.1:{port}"
         addresses = [server.url.removeprefix("http://") for server in self.servers]
-        env = {
-            **os.environ,
-            "LISTEN": f"127.0.0.1:{port}",
-            "SERVER_A": addresses[0],
-            "SERVER_B": addresses[1],
-        }
+        names = {"LISTEN": f"127.0.0.1:{port}", "SERVER_A": addresses[0], "SERVER_B": addresses[1]}
+        env = {**os.environ, **names}
         self.proxy = subprocess.Popen(["haproxy", "-db", "-f", str(ROOT / "docker" / "haproxy.cfg")], env=env)
 
     def post(self, body: dict[str, Any], verb: str = "generate") -> tuple[int, str]:

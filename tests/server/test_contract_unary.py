@@ -6,10 +6,12 @@ TensorRT-LLM's end_to_end_test.py, benchmark_core_model.py and test_max_queue_si
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -165,23 +167,16 @@ def flood_grpc(server: Server) -> list[tuple[Any, str]]:
 
 
 def flood_http(server: Server) -> list[tuple[Any, str]]:
-    failures: list[tuple[Any, str]] = []
+    def ask(_: int) -> tuple[Any, str] | None:
+        with contextlib.closing(Unary(server, "http")) as client:
+            try:
+                client(LLM, ids_request(encode(PROMPT), 100))
+            except InferenceServerException as error:
+                return error.status(), error.message()
+        return None
 
-    def ask() -> None:
-        client = Unary(server, "http")
-        try:
-            client(LLM, ids_request(encode(PROMPT), 100))
-        except InferenceServerException as error:
-            failures.append((error.status(), error.message()))
-        finally:
-            client.close()
-
-    threads = [threading.Thread(target=ask) for _ in range(FLOOD)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return failures
+    with ThreadPoolExecutor(FLOOD) as pool:
+        return [failure for failure in pool.map(ask, range(FLOOD)) if failure]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ answer together, less the prompt's."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,9 @@ from openai_server import OpenAiServer, events, openai_running
 from tokenizers import Tokenizer
 
 from checkpoints import make_checkpoint
-from unit.small_tokenizers import other_decoder, sentencepiece
+from unit.small_tokenizers import sentencepiece
 
 PROMPT, WORDS = "The quick", ("▁brown", "▁fox", "▁jumps", "▁over")
-KINDS: dict[str, Callable[[], Tokenizer]] = {
-    "replace, byte fallback, fuse, strip": sentencepiece,
-    "byte fallback, metaspace": lambda: other_decoder("metaspace"),
-}
 BEGUN = {
     "messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROMPT}],
     "add_generation_prompt": False,
@@ -28,9 +24,9 @@ BEGUN = {
 }
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
-    return KINDS[request.param]()
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return sentencepiece()
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import queue
 import subprocess
@@ -13,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import numpy as np
 import psutil
 import pytest
@@ -30,31 +28,18 @@ PROMPTS = [
 TOKENS = 24
 
 
-async def _stream(session: aiohttp.ClientSession, server: Server, number: int) -> list[dict[str, Any]]:
-    body = {
-        **{"id": f"r{number}", "text_input": PROMPTS[number % len(PROMPTS)], "max_tokens": TOKENS},
-        **{"stream": True, "end_id": 1048576, "return_num_output_tokens": True},
-    }
-    events = []
-    async with session.post(f"{server.url}/v2/models/ensemble/generate_stream", json=body) as answer:
-        assert answer.status == 200
-        async for line in answer.content:
-            if line.startswith(b"data: "):
-                events.append(json.loads(line[6:]))
-    return events
-
-
-async def _all_streams(server: Server) -> list[list[dict[str, Any]]]:
-    connector = aiohttp.TCPConnector(limit=STREAMS)
-    timeout = aiohttp.ClientTimeout(total=100)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-        return await asyncio.gather(*(_stream(session, server, n) for n in range(STREAMS)))
-
-
 def test_256_streams_are_complete_and_in_order(server: Server) -> None:
     expected = [server.text(prompt, TOKENS, end_id=1048576) for prompt in PROMPTS]
     assert len(set(expected)) > 1
-    for number, events in enumerate(asyncio.run(_all_streams(server))):
+
+    def ask(number: int) -> Any:
+        body = {"id": f"r{number}", "text_input": PROMPTS[number % len(PROMPTS)], "max_tokens": TOKENS}
+        more = {"stream": True, "end_id": 1048576, "return_num_output_tokens": True}
+        return server.post(body | more, stream=True)
+
+    with ThreadPoolExecutor(STREAMS) as clients:
+        found = list(clients.map(ask, range(STREAMS)))
+    for number, events in enumerate(found):
         assert {event["id"] for event in events} == {f"r{number}"}
         assert sum(event["num_output_tokens"] for event in events) == TOKENS, events
         assert "".join(event["text_output"] for event in events) == expected[number % len(PROMPTS)]

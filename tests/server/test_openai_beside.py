@@ -135,16 +135,6 @@ def test_keys_are_in_no_environment_but_the_users_own(both: BothDoors) -> None:
     assert not [process for process, environment in found.items() if KEYS_VARIABLE in environment]
 
 
-def test_both_doors_come_back_after_a_crash(both: BothDoors) -> None:
-    first = both.engine_pid()
-    os.kill(first, signal.SIGKILL)
-    wait_for(lambda: both.engine_pid() != first, "another engine")
-    asked = {"prompt": "Once", "max_tokens": 1}
-    wait_for(lambda: both.openai("/v1/completions", asked)[0] == 200, "the OpenAI API", 120)
-    wait_for(lambda: both.post({"text_input": "Once", "max_tokens": 1})[0] == 200, "the ensemble", 120)
-    test_both_doors_give_the_same(both, 0.0)
-
-
 def test_the_api_goes_on_while_tritonserver_is_started_again(both: BothDoors) -> None:
     """The engine stays when a stub dies, so what the API has open must not notice, nor what comes next."""
     body = {"prompt": PROMPTS[0], "max_tokens": 600, "temperature": 0, "ignore_eos": True}

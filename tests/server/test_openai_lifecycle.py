@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
 import select
@@ -205,38 +204,20 @@ def test_a_request_that_has_waited_too_long(narrow: OpenAiServer) -> None:
     wait_for(lambda: idle(narrow), "the first to be dropped")
 
 
-@contextlib.contextmanager
-def one_overtakes(
-    narrow: OpenAiServer, first: dict[str, Any], second: dict[str, Any]
-) -> Iterator[tuple[http.client.HTTPConnection, http.client.HTTPConnection]]:
-    """The connections of two chats that waited together, in order of arrival, and whose turn has come."""
-    with contextlib.ExitStack() as waiting, contextlib.ExitStack() as running:
-        assert running.enter_context(narrow.opened(CHAT, {**LONG, "stream": True})).read(10)
-        earlier = waiting.enter_context(narrow.asked(CHAT, first))
-        wait_for(lambda: engine(narrow, "requests_waiting") == 1, "one to wait")
-        later = waiting.enter_context(narrow.asked(CHAT, second))
-        wait_for(lambda: engine(narrow, "requests_waiting") == 2, "two to wait")
-        running.close()  # its client leaves
-        yield earlier, later
-    wait_for(lambda: idle(narrow), "both to end or to be dropped")
-
-
-def test_a_smaller_priority_goes_first(narrow: OpenAiServer) -> None:
-    """The long one that came first has no answer when the short one that overtook it has."""
-    short = {**LONG, "max_tokens": 3, "priority": -1}
-    with one_overtakes(narrow, LONG, short) as (long, overtaking):
-        answer = json.load(overtaking.getresponse())
-        assert answer["usage"]["completion_tokens"] == 3
-        assert select.select([long.sock], [], [], 0)[0] == [], "it has its answer already"
-
-
 def test_the_longest_of_known_lengths_goes_first(narrow: OpenAiServer) -> None:
-    """As rows of known lengths ask for it: the longer one comes last and begins first."""
+    """As rows of known lengths ask for it, by a smaller priority: the longer one, which comes last."""
     form = BodyForm("openai-chat", "tiny-chat", True, False, {}, priority_per_output_token=-1)
     shorter, longer = (json.loads(form.encode("Tell me a story.", tokens)) for tokens in (1000, 1500))
-    with one_overtakes(narrow, shorter, longer) as (first, overtaking):
+    with contextlib.ExitStack() as waiting, contextlib.ExitStack() as running:
+        assert running.enter_context(narrow.opened(CHAT, {**LONG, "stream": True})).read(10)
+        first = waiting.enter_context(narrow.asked(CHAT, shorter))
+        wait_for(lambda: engine(narrow, "requests_waiting") == 1, "one to wait")
+        overtaking = waiting.enter_context(narrow.asked(CHAT, longer))
+        wait_for(lambda: engine(narrow, "requests_waiting") == 2, "two to wait")
+        running.close()  # its client leaves
         assert overtaking.getresponse().read(10)
         assert select.select([first.sock], [], [], 0)[0] == [], "it has begun already"
+    wait_for(lambda: idle(narrow), "both to be dropped")
 
 
 @pytest.mark.parametrize("stream", [True, False])

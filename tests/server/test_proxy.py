@@ -60,15 +60,8 @@ def nginx(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         )
     (folder / "nginx.conf").write_text(text)
     user = " user root;" if os.geteuid() == 0 else ""  # another could not enter the folder
-    command = [
-        "nginx",
-        "-c",
-        str(folder / "nginx.conf"),
-        "-e",
-        str(folder / "error.log"),
-        "-g",
-        f"daemon off;{user}",
-    ]
+    command = ["nginx", "-c", str(folder / "nginx.conf"), "-e", str(folder / "error.log")]
+    command += ["-g", f"daemon off;{user}"]
     process = subprocess.Popen(command)
     trusted = ssl.create_default_context(cafile=str(certificate))
 
@@ -143,12 +136,8 @@ def test_compressed_bodies_and_floods_of_chunks_never_reach_the_server(
         assert status == 415 and "without Content-Encoding" in text
     assert generate_packed(proxy, b'{"text_input": "a", "max_tokens": 1}', "identity")[0] == 200
     assert flood_with_chunks(*nginx, count=2 << 20).startswith("HTTP/1.1 413 ")
-    assert (
-        proxy(
-            "v2/models/ensemble/generate", (b"%c" % c for c in b'{"text_input": "a", "max_tokens": 1}'), **KEY
-        )[0]
-        == 200
-    )
+    chunks = (b"%c" % c for c in b'{"text_input": "a", "max_tokens": 1}')
+    assert proxy("v2/models/ensemble/generate", chunks, **KEY)[0] == 200
     assert tritonserver.memory_info().rss - before < 64 << 20
 
 

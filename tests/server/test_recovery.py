@@ -36,7 +36,7 @@ ENDLESS = {"text_input": PROMPT, "stream": True, "end_id": 1048576}
 class Streams:
     """Clients that read to the end in the background."""
 
-    def __init__(self, server: Server, count: int, max_tokens: int) -> None:
+    def __init__(self, server: Server, count: int, max_tokens: int = 1900) -> None:
         self._body = {**ENDLESS, "max_tokens": max_tokens}
         self.answers: list[Any] = []
         self._threads = [
@@ -44,6 +44,7 @@ class Streams:
         ]
         for thread in self._threads:
             thread.start()
+        time.sleep(0.3)  # some are running by then, some wait: all of them have to be answered
 
     def _read(self, server: Server) -> None:
         try:
@@ -55,12 +56,6 @@ class Streams:
         for thread in self._threads:
             thread.join()
         return self.answers
-
-
-def start_streams(server: Server, count: int, max_tokens: int = 1900) -> Streams:
-    streams = Streams(server, count, max_tokens)
-    time.sleep(0.3)  # some are running by then, some wait: all of them have to be answered
-    return streams
 
 
 def kill_engine(server: Server) -> int:
@@ -102,7 +97,7 @@ def harmed(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 def test_killed_engine_is_replaced(harmed: Server) -> None:
     expected, times = harmed.text(PROMPT, 16), times_ready_again(harmed)
-    streams = start_streams(harmed, 12)
+    streams = Streams(harmed, 12)
     killed = kill_engine(harmed)
     wait_for(lambda: not harmed.ready("models/ensemble"), "the ensemble to report not ready")
     assert not harmed.ready() and not harmed.ready("models/llm")
@@ -121,7 +116,7 @@ def test_whatever_dies_is_replaced_and_the_engine_stays(harmed: Server) -> None:
     parts = ("/preprocessing/1/", "/llm/1/", "/postprocessing/1/", "bin/tritonserver")
     expected, engine, before = harmed.text(PROMPT, 16), harmed.engine_pid(), times_ready_again(harmed)
     for times, part in enumerate(parts, before + 1):
-        streams = start_streams(harmed, 12)
+        streams = Streams(harmed, 12)
         harmed.matching(part)[0].kill()
         wait_for(lambda: not harmed.ready(), f"the server to report not ready without {part}", 120)
         for answer in streams.join():  # worded where a process is left that can say it
@@ -136,7 +131,7 @@ def test_whatever_dies_is_replaced_and_the_engine_stays(harmed: Server) -> None:
 
 def test_postprocessing_that_is_stopped_for_good_does_not_stop_the_service(harmed: Server) -> None:
     before = times_ready_again(harmed)
-    streams = start_streams(harmed, 12)
+    streams = Streams(harmed, 12)
     for victim in harmed.matching("/postprocessing/1/"):
         victim.suspend()
     wait_for(lambda: "has been stopped for" in harmed.log, "serve to notice")
@@ -152,7 +147,7 @@ def test_a_tritonserver_that_stands_still_alone_keeps_its_processes(harmed: Serv
     before = times_ready_again(harmed)
     (server,) = harmed.matching("bin/tritonserver")
     server.suspend()
-    streams = start_streams(harmed, 4, max_tokens=8)
+    streams = Streams(harmed, 4, max_tokens=8)
     time.sleep(1.5)
     server.resume()
     for events in streams.join():
@@ -163,7 +158,7 @@ def test_a_tritonserver_that_stands_still_alone_keeps_its_processes(harmed: Serv
 def test_ctrl_c_leaves_nothing_though_streams_are_open(harmed: Server) -> None:
     """And nothing of what has died before, and it sounds like no fault. The last of these tests: it leaves no
     server."""
-    streams = start_streams(harmed, 4)
+    streams = Streams(harmed, 4)
     before = len(harmed.log)
     assert harmed.interrupt() == 0
     wait_gone(harmed)
@@ -182,7 +177,7 @@ def test_storm_of_deaths_ends_in_answers_and_with_its_launcher(repository: Path,
         parts = ["flashinfer_backend.engine"] * 4 + ["/llm/1/", "/postprocessing/1/", "bin/tritonserver"]
         rng.shuffle(parts)
         for part in parts:
-            streams = start_streams(server, 3)
+            streams = Streams(server, 3)
             time.sleep(rng.uniform(0.0, 2.5))
             for victim in server.matching(part)[:1]:
                 victim.kill()
@@ -212,7 +207,7 @@ def test_a_server_whose_memory_has_grown_is_started_again(repository: Path, tmp_
         stack.callback(reads.set)
         large = {"text_input": strings("Once upon a time " * 110), "max_tokens": int32(1)}
         large["return_context_logits"] = np.array([[True]])
-        streams = start_streams(server, 2, max_tokens=1000)
+        streams = Streams(server, 2, max_tokens=1000)
         watch = EngineWatch(server)
         stack.callback(watch.close)
         # One by one: at twice the limit what is open would not have its time.
@@ -255,7 +250,7 @@ def test_open_streams_may_finish_after_sigterm_and_what_is_cut_is_told(
             target=lambda: finished.append(server.post({**ENDLESS, "max_tokens": 60}, stream=True))
         )
         finished: list[Any] = []
-        streams = start_streams(server, 2)
+        streams = Streams(server, 2)
         short.start()
         time.sleep(0.2)
         server.launcher.terminate()
@@ -283,7 +278,7 @@ def test_a_lost_rank_is_replaced_and_nothing_is_waited_for_once_nothing_is_open(
         (rank,) = server.matching("flashinfer_backend.worker")
         assert psutil.Process(server.engine_pid()).children() == [rank]
         assert re.search(r"^\[engine rank 1\] INFO read ", server.log, re.M), "each rank's start can be seen"
-        streams = start_streams(server, 6)
+        streams = Streams(server, 6)
         rank.kill()
         for events in streams.join():
             assert re.search(WORDED, str(events)), events
@@ -295,7 +290,7 @@ def test_a_lost_rank_is_replaced_and_nothing_is_waited_for_once_nothing_is_open(
             left.request("POST", "/v2/models/ensemble/generate_stream", json.dumps(ENDLESS))
             assert left.getresponse().read(10)
         wait_for(lambda: not server.engine_status().requests_active, "the engine to drop it")
-        streams = start_streams(server, 1, max_tokens=200)
+        streams = Streams(server, 1, max_tokens=200)
         assert server.interrupt() == 0
         (events,) = streams.join()
         assert events[-1]["finish_reason"] == "length", events

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers that cannot start, and one that is stopped while a client has left a stream behind."""
+"""Where `serve` listens, and servers that cannot start or are stopped meanwhile."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import tritonclient.grpc as grpcclient
 from running import Server, answers_well, wait_for
 
 from flashinfer_backend.launch import preflight
@@ -62,16 +65,10 @@ def test_a_server_that_is_stopped_while_it_starts_leaves_nothing(repository: Pat
 
 def test_a_full_disk_of_logs_ends_neither_api(repository: Path, tmp_path: Path) -> None:
     (openai,) = free_ports(1)
-    words = ["bash", "-c", 'exec "$@" >/dev/full 2>&1', "bash", sys.executable]
-    words += [
-        "-m",
-        "flashinfer_backend.serve",
-        "--model-repository",
-        str(repository),
-        "--openai-port",
-        str(openai),
-    ]
-    words += ["--http-port", "{http}", "--grpc-port", "{grpc}", "--metrics-port", "{metrics}", "--"]
+    words = ["bash", "-c", 'exec "$@" >/dev/full 2>&1', "bash", sys.executable, "-m"]
+    words += ["flashinfer_backend.serve", "--model-repository", str(repository)]
+    words += ["--openai-port", str(openai), "--http-port", "{http}", "--grpc-port", "{grpc}"]
+    words += ["--metrics-port", "{metrics}", "--"]
     health = f"http://127.0.0.1:{openai}/health"
     with contextlib.closing(Server(repository, tmp_path, words)) as server:
         server.wait_ready()
@@ -83,3 +80,35 @@ def test_a_full_disk_of_logs_ends_neither_api(repository: Path, tmp_path: Path) 
         server.wait_ready()
         assert server.answers("Once") and answers_well(health)
         assert server.interrupt() == 0
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("host, address", [("localhost", "127.0.0.1"), ("::1", "[::1]")])
+def test_every_service_answers_at_the_host(host: str, address: str, tmp_path: Path) -> None:
+    if host == "::1" and not has_ipv6():
+        pytest.skip("this machine has no IPv6")
+    (tmp_path / "repository").mkdir()  # of no models
+    http, grpc, metrics = free_ports(3)
+    arguments = ["--model-repository", str(tmp_path / "repository"), "--host", host]
+    arguments += ["--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)]
+    log = tmp_path / "log"
+    with log.open("w") as output:
+        launcher = subprocess.Popen(
+            [sys.executable, "-m", "flashinfer_backend.serve", *arguments], stdout=output, stderr=output
+        )
+    try:
+        wait_for(lambda: "Ready." in log.read_text(), "the announcement")
+        assert f"curl http://{address}:{http}/v2\n" in log.read_text()
+        with grpcclient.InferenceServerClient(f"{address}:{grpc}") as client:
+            assert client.is_server_ready()
+        wait_for(lambda: answers_well(f"http://{address}:{metrics}/metrics"), "the metrics")
+    finally:
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(120) == 0
