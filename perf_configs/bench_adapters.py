@@ -38,14 +38,12 @@ from safetensors.numpy import save_file
 from client.arguments import argument_parser, integer, integers
 from client.datasets import load_prompts, load_tokenizer
 from client.load import Load, run_load
-from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import resolve_model_dir
-from flashinfer_backend.engine.start import start
 from flashinfer_backend.models.adapters import ADAPTER_CONFIG, PREFIX, WEIGHTS
 from flashinfer_backend.models.hf import read_spec
 from flashinfer_backend.models.spec import ModelSpec
 from perf_configs.bench_engine import Driver, graph_seconds, random_prompts
-from perf_configs.engine_start import add_engine_options, parameters_from
+from perf_configs.engine_start import add_engine_options, parameters_from, start_frozen
 from perf_configs.servers import Running, ServerSpec, StartError, serve_each, server_names
 
 PROMPT, WARM, SPARE = 256, 16, 24  # tokens: of a prompt, of decode steps before the clock and behind it
@@ -207,9 +205,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         logging.basicConfig(level=logging.WARNING, format="%(message)s")
         room = {"max_loras": str(options.adapters), "max_lora_rank": str(options.rank)}
         room["lora_cache_host_memory_bytes"] = str(1 << 40)
-        engines = [
-            Driver(start(EngineConfig.from_parameters(each))) for each in (parameters, parameters | room)
-        ]
+        engines = [Driver(start_frozen(each)) for each in (parameters, parameters | room)]
         cases = [
             Case("no room for adapters", engines[0], ()),
             Case("none asked for", engines[1], ()),

@@ -59,12 +59,21 @@ def parameters_from(
         parser.error(str(error))
 
 
+def start_frozen(parameters: dict[str, str], make_proposer: MakeProposer | None = None) -> Core:
+    """An engine that no full garbage collection holds up, as the server's: it would show as a slow step."""
+    core = start(EngineConfig.from_parameters(parameters), make_proposer=make_proposer)
+    gc.collect()
+    gc.freeze()
+    return core
+
+
 def start_again(parameters: dict[str, str], make_proposer: MakeProposer | None) -> Core:
     """An engine after another that was closed."""
+    gc.unfreeze()
     gc.collect()  # an engine's parts know each other
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return start(EngineConfig.from_parameters(parameters), make_proposer=make_proposer)
+    return start_frozen(parameters, make_proposer)
 
 
 def start_on_gpu(parser: argparse.ArgumentParser, parameters: dict[str, str]) -> Core:
@@ -73,6 +82,6 @@ def start_on_gpu(parser: argparse.ArgumentParser, parameters: dict[str, str]) ->
     require_cuda(parser)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        return start(EngineConfig.from_parameters(parameters))
+        return start_frozen(parameters)
     except (OSError, ValueError) as error:
         parser.error(str(error))
