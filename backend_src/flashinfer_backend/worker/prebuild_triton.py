@@ -27,15 +27,17 @@ from flashinfer_backend.core.tuned import Table
 from flashinfer_backend.models.adapter_places import AdapterPlaces
 from flashinfer_backend.models.hf.eagle3 import Eagle3Spec
 from flashinfer_backend.models.spec import ModelSpec
-from flashinfer_backend.models.transformer import Transformer
+from flashinfer_backend.models.transformer import DeltaLayer, Transformer
 from flashinfer_backend.ops import device
 from flashinfer_backend.ops.fp8 import E4M3
+from flashinfer_backend.ops.torch_delta import DeltaRows
 from flashinfer_backend.ops.torch_ops import BySlot, Penalties
 from flashinfer_backend.ops.weight import Fp8Static
 from flashinfer_backend.speculate.eagle3 import Head
 from flashinfer_backend.speculate.mtp import MtpHead
 from flashinfer_backend.speculate.proposer import Places
 from flashinfer_backend.worker.device_state import MOST_DEFERRED
+from flashinfer_backend.worker.memory import state_format
 
 log = logging.getLogger(__name__)
 
@@ -156,9 +158,12 @@ def call_operations(
 ) -> None:
     """Every Triton operation of a step, in every variant that depends on the number of tokens or rows.
     drafter: a head with layers of its own."""
+    from flashinfer_backend.ops import cuda_ops
+
+    target = Transformer(model, cuda_ops, dtype, "meta", max_seq_len=1)
     with _flashinfer_without_memory():
-        _call_model(config, model, dtype, drafter)
-    _call_others(config, model, dtype, drafter)
+        _call_model(config, target, drafter)
+    _call_others(config, target, drafter)
 
 
 @contextmanager
@@ -181,30 +186,28 @@ def _flashinfer_without_memory() -> Iterator[None]:
         vars(flashinfer).update(before)
 
 
-def _call_model(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, drafter: ModelSpec | None) -> None:
+def _call_model(config: EngineConfig, model: Transformer, drafter: ModelSpec | None) -> None:
     """The products of the model and of a drafter, as their own code computes them, and what goes with
     them."""
-    from flashinfer_backend.ops import cuda_ops
-
-    model = Transformer(spec, cuda_ops, dtype, "meta", max_seq_len=1)
     if config.max_loras:
         AdapterPlaces(model, config.max_loras, config.max_lora_rank, config.lora_vocabulary)
-    counts = token_counts(spec)
+    counts = token_counts(model.spec)
     for _ in _kinds_of_input_scales(model):
         for tokens in counts:
             model.compute_products(tokens, head=True)
             if config.max_loras:
-                chosen = cuda_ops.group_adapters(_words(tokens), config.max_loras)
+                chosen = model.ops.group_adapters(_words(tokens), config.max_loras)
                 model.compute_products(tokens, head=True, chosen=chosen)
                 model.embed(_words(tokens), chosen)
     if drafter is None:
         return
     head = Head(drafter, model, 1) if isinstance(drafter, Eagle3Spec) else MtpHead(model)
-    cache = _empty_cache(config, spec, dtype)
+    cache = _empty_cache(config, model)
     for _ in _kinds_of_input_scales(head):
         for tokens in counts:
             places = Places(_words(tokens), _words(tokens), [cache] * len(head.layers), lambda *_: None)
-            taken = torch.empty(tokens, len(head.taken) * spec.hidden_size, dtype=dtype, device="meta")
+            columns = len(head.taken) * model.spec.hidden_size
+            taken = torch.empty(tokens, columns, dtype=model.dtype, device="meta")
             head.guess(head(_words(tokens), head.join(taken), places))
 
 
@@ -239,9 +242,9 @@ def _kinds_of_input_scales(model: Transformer | Head | MtpHead) -> Iterator[None
         yield
 
 
-def _empty_cache(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _empty_cache(config: EngineConfig, model: Transformer) -> tuple[Tensor, Tensor]:
     """Of a layer."""
-    mixer, stored = model.attention, dtype if config.kv_cache_dtype == "auto" else E4M3
+    mixer, stored = model.spec.attention, model.dtype if config.kv_cache_dtype == "auto" else E4M3
     shape = 2, config.tokens_per_block, mixer.kv_heads, mixer.head_dim
     return torch.empty(shape, dtype=stored, device="meta"), torch.empty(shape, dtype=stored, device="meta")
 
@@ -250,9 +253,7 @@ def _words(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.int32, device="meta")
 
 
-def _call_others(
-    config: EngineConfig, model: ModelSpec, dtype: torch.dtype, drafter: ModelSpec | None
-) -> None:
+def _call_others(config: EngineConfig, model: Transformer, drafter: ModelSpec | None) -> None:
     """What a step computes besides the model's products."""
     from flashinfer_backend.attention import split, triton_copy, triton_decode
     from flashinfer_backend.attention.prefixes import PREFIX_WORDS, PrefixTiles
@@ -260,39 +261,34 @@ def _call_others(
     from flashinfer_backend.ops.triton_filters import keep_likeliest
     from flashinfer_backend.ops.triton_inputs import step_inputs
     from flashinfer_backend.ops.triton_logits import copy_rows, penalise
-    from flashinfer_backend.ops.triton_rope import rope_and_store
     from flashinfer_backend.ops.triton_sample import keep_allowed, sample
     from flashinfer_backend.sampling.rows import FEW
 
-    def empty(*shape: int, of: torch.dtype = dtype) -> Tensor:
+    def empty(*shape: int, of: torch.dtype = model.dtype) -> Tensor:
         return torch.empty(shape, dtype=of, device="meta")
 
-    mixer = model.attention
+    spec, mixer = model.spec, model.spec.attention
     heads, kv_heads, dim = mixer.heads, mixer.kv_heads, mixer.head_dim
     block = config.tokens_per_block
-    cache = _empty_cache(config, model, dtype)
+    cache = _empty_cache(config, model)
     stored = cache[0].dtype
     qkv = empty(4, mixer.qkv.shape[0])[:, : (heads + 2 * kv_heads) * dim]
-    for rotated, kind in {(each.rope.dim if each.rope else 0, each.qk_norm) for each in model.attentions}:
-        norm = empty(dim) if kind in ("head", "rotated") else None
-        angles = empty(config.max_seq_len, rotated, of=torch.float32)
-        rope_and_store(
-            qkv, _words(4), angles, *cache, _words(4), norm, norm, model.norm_eps, heads, kv_heads,
-            norm_rotated=kind == "rotated",
-        )  # fmt: skip
+    kinds_of_layers = {(each.mixer.rope, each.mixer.qk_norm): each for each in model.attention_layers}
+    for layer in kinds_of_layers.values():
+        layer.rotate(qkv, _words(4), _words(4), cache)
     table = _words(config.max_num_seqs + 1, -(-config.max_seq_len // block))
     last_token = _words(config.max_num_seqs + 1)
     by_slot = BySlot(last_token, last_token, _words(len(last_token), config.max_draft_len), table, block)
     step_inputs(_words(4), by_slot, new_blocks=_words(4))
     step_inputs(_words(4), by_slot, given=(_words(4), _words(4), 1))
     heat, seed, record = empty(4, of=torch.float32), empty(4, of=torch.int64), (last_token, _words(4))
-    sample(empty(4, model.outputs), heat, seed, _words(4), _words(4), record)
-    sample(empty(4, model.outputs, of=torch.float32), heat, seed, _words(4), None, record)
-    masks, index = _words(4, -(-model.vocab_size // 32)), empty(4, of=torch.int64)
-    changed = empty(4, model.outputs, of=torch.float32)
+    sample(empty(4, spec.outputs), heat, seed, _words(4), _words(4), record)
+    sample(empty(4, spec.outputs, of=torch.float32), heat, seed, _words(4), None, record)
+    masks, index = _words(4, -(-spec.vocab_size // 32)), empty(4, of=torch.int64)
+    changed = empty(4, spec.outputs, of=torch.float32)
     keep_allowed(changed, index, masks)
     for bounded in (False, True):
-        copy_rows(empty(4, model.outputs), index, bounded)
+        copy_rows(empty(4, spec.outputs), index, bounded)
     keep_likeliest(changed, index, heat, _words(4), heat, heat, FEW)
     penalties = Penalties(index, index, _words(4), heat, heat, heat)
     penalise(changed, penalties, _words(config.max_num_seqs, config.max_seq_len + 1), _words(4))
@@ -300,10 +296,10 @@ def _call_others(
         copies = empty(2, block, kv_heads, dim), empty(2, block, kv_heads, dim)
         triton_copy.copy_blocks(cache, copies, _words(4), _words(4), 3)
     drafts = 0 if config.speculative_method == "none" else config.max_draft_len
-    varied = any(mixer.variant for mixer in model.attentions)  # which take FA2
+    varied = any(mixer.variant for mixer in spec.attentions)  # which take FA2
     if config.attention_backend in ("auto", "triton") and not varied:
         most, fp8_cache = config.max_num_seqs, stored == E4M3
-        mixers, windows = model.attentions, model.windows(config.max_seq_len)
+        mixers, windows = spec.attentions, spec.windows(config.max_seq_len)
         kinds = {(m.soft_cap, m.sinks, window) for m, window in zip(mixers, windows, strict=True)}
         kinds |= {(None, False, None)} if drafter is not None else set()
         before, plain = 0, kinds == {(None, False, None)}
@@ -328,34 +324,30 @@ def _call_others(
                 prefix_parts(q, cache, work, table, workspace, dim**-0.5)
                 triton_decode.decode(q, cache, q, *given, rows=rows, shared=True)
             before = rows
-    if model.delta_nets:
-        _call_delta_net(config.max_num_seqs, drafts, model, empty)
+    if spec.delta_nets:
+        _call_delta_net(config.max_num_seqs, drafts, model)
     if drafts:
         _call_drafts(config, by_slot)
 
 
-def _call_delta_net(most: int, drafts: int, model: ModelSpec, empty: Callable[..., Tensor]) -> None:
+def _call_delta_net(most: int, drafts: int, model: Transformer) -> None:
     """A layer's, whose sizes all others have: decode rows with up to `drafts` drafts, and each number of
     prompts up to `most` that kernels tell from others."""
-    from flashinfer_backend.ops import triton_delta
-    from flashinfer_backend.ops.torch_delta import DeltaRows, DeltaStates, DeltaWeights, inputs_kept
+    from flashinfer_backend.ops.triton_delta import SEARCHED
 
-    def floats(*shape: int) -> Tensor:
-        return empty(*shape, of=torch.float32)
-
-    net = model.delta_nets[0]
-    channels, heads = sum(net.widths), net.value_heads
-    norm = empty(net.value_dim)
-    weights = DeltaWeights(empty(channels, net.kernel), floats(heads), floats(heads), norm, model.norm_eps)
-    recurrent = floats(1, heads, net.key_dim, net.value_dim)
-    states = DeltaStates(recurrent, empty(1, inputs_kept(net.kernel, drafts), channels + 2 * heads))
-    for prompts in sorted({0, 1, most, *(size for size in triton_delta.SEARCHED if size < most)}):
+    layer = next(layer for layer in model.layers if isinstance(layer, DeltaLayer))
+    format, mixer = state_format(model, drafts), layer.mixer
+    assert format is not None
+    states = format.allocate(1, model.device).layers[0]
+    for prompts in sorted({0, 1, most, *(size for size in SEARCHED if size < most)}):
         rows = prompts or most
-        qkv, z = empty(rows, channels + net.widths[2]).split((channels, net.widths[2]), dim=-1)
-        b, a = empty(rows, 2 * heads).chunk(2, dim=-1)
+        qkvz, ba = (
+            torch.empty(rows, product.shape[0], dtype=model.dtype, device="meta")
+            for product in (mixer.qkvz, mixer.ba)
+        )
         held = _words(rows) if drafts else None
         row = DeltaRows(_words(rows), _words(rows + 1), _words(rows), held, rows - prompts)
-        triton_delta.delta_net(qkv, z, a, b, weights, states, row)
+        layer.mix(qkvz, ba, states, row)
 
 
 def _call_drafts(config: EngineConfig, by_slot: BySlot) -> None:
