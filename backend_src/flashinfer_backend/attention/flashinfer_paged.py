@@ -408,7 +408,6 @@ class DecodeGraphState:
 
     @property
     def reads_block_table(self) -> bool:
-        """Whether the graph sees what changes in the block table after `plan`."""
         return self._call.table is not None
 
     def plan(self, batch: AttentionBatch, host: np.ndarray) -> bool:
@@ -433,7 +432,6 @@ class DecodeGraphState:
         return True
 
     def run(self, layer: int, q: Tensor, out: Tensor) -> None:
-        """q, out [shape.tokens, Hq, D]; to be captured."""
         self._attention.run_decode(self._call, layer, q, out)
 
     def ahead(self, tokens: int, lengths: Tensor) -> Prepared:
@@ -511,7 +509,6 @@ class StepGraphState:
         return True
 
     def run(self, layer: int, q: Tensor, out: Tensor) -> None:
-        """q, out [tokens, Hq, D]; to be captured."""
         attention, rows, call = self._attention, self._decode_rows, self._call
         attention.side_by_side(
             self._tokens,

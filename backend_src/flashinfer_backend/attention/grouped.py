@@ -60,7 +60,6 @@ class _ByLayer:
         }
 
     def run(self, layer: int, q: Tensor, out: Tensor) -> None:
-        """Attend q[T, Hq, D] to the layer's cache and write out[T, Hq, D], rows as in the batch."""
         prepared, index = self._of[layer]
         prepared.run(index, q, out)
 
@@ -75,7 +74,6 @@ class _CapturedByLayer(_ByLayer):
 
     @property
     def reads_block_table(self) -> bool:
-        """Whether the graph sees what changes in the block tables after `plan`."""
         return all(each.reads_block_table for each in self._captured)
 
     def plan(self, batch: AttentionBatch, host: np.ndarray) -> bool:
@@ -87,5 +85,4 @@ class _CapturedByLayer(_ByLayer):
         )
 
     def ahead(self, tokens: int, lengths: Tensor) -> Prepared:
-        """That of all groups."""
         return _ByLayer(self._groups, [each.ahead(tokens, lengths) for each in self._captured])

@@ -233,7 +233,6 @@ class Norm(NamedTuple):
         return self.rows or slice(0, self.size)
 
     def share(self, shard: Shard) -> Norm:
-        """One rank's share."""
         return self._replace(rows=_own(self.own, self.grain, shard)) if self.grain else self
 
 
@@ -365,7 +364,6 @@ class FullAttention:
         )
 
     def map(self, change: Callable[[Product], Product]) -> FullAttention:
-        """The same with other products."""
         return replace(self, qkv=change(self.qkv), o=change(self.o))
 
 
@@ -453,7 +451,6 @@ class Gated:
         return replace(self.map(lambda product: product.share(shard)), size=self.size // shard.size)
 
     def map(self: MLP, change: Callable[[Product], Product]) -> MLP:
-        """The same with other products."""
         return replace(self, gate_up=change(self.gate_up), down=change(self.down))
 
 
@@ -500,7 +497,6 @@ class Experts(Gated):
         return own if self.shared is None else replace(own, shared=self.shared.share(shard))
 
     def map(self, change: Callable[[Product], Product]) -> Experts:
-        """The same with other products."""
         own = super().map(change)
         return own if self.shared is None else replace(own, shared=self.shared.map(change))
 
@@ -530,7 +526,6 @@ class LayerSpec:
         return *self.mixer.products, *(() if isinstance(self.mlp, Experts) else self.mlp.products)
 
     def share(self, shard: Shard) -> LayerSpec:
-        """One rank's share."""
         return replace(self, mixer=self.mixer.share(shard), mlp=self.mlp.share(shard))
 
     def map(self, change: Callable[[Product], Product]) -> LayerSpec:

@@ -45,8 +45,8 @@ class FirstLayer(AttentionLayer):
 
 
 class Head(nn.Module):
-    """An EAGLE-3 head with uninitialised weights, which `load` fills, for sequences of up to `positions`
-    tokens. Of several ranks, each has its share of the layers (`spec`), as of the target's, and all else.
+    """An EAGLE-3 head (heads.DraftHead) with uninitialised weights, which `load` fills, for sequences of
+    up to `positions` tokens. Of several ranks, each has its share of the layers (`spec`), and all else.
 
     embed_tokens: [V, H], where that is not the target's.
     """
@@ -84,7 +84,6 @@ class Head(nn.Module):
 
     @property
     def taken(self) -> tuple[int, ...]:
-        """The target's layers whose outputs it takes."""
         return tuple(after - 1 for after in self.spec.taken_of(self._target[0].spec))
 
     def join(self, taken: Tensor) -> Tensor:
@@ -114,7 +113,6 @@ class Head(nn.Module):
         return hidden
 
     def store(self, tokens: Tensor, hidden: Tensor, places: Places) -> None:
-        """The same as far as it fills the cache."""
         for index, layer in enumerate(self.layers):
             q, hidden = self._before(index, tokens, hidden, places)
             if index < len(self.layers) - 1:
@@ -136,7 +134,6 @@ class Head(nn.Module):
         return self._target[0].embed(tokens) if own is None else F.embedding(tokens, own)
 
     def guess(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The likeliest token by each of hidden [R, H], int32 [R], and what the next guess starts from."""
         spec, ops = self.spec, self.ops
         if spec.norm_output:
             hidden = ops.rms_norm(hidden, self.final_norm, spec.norm_eps)

@@ -34,8 +34,8 @@ NORMS = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
 
 
 class MtpHead(nn.Module):
-    """The head with uninitialised weights, which `load` fills. Of several ranks, each has its share of the
-    layer, as of the target's, and all else."""
+    """The head (heads.DraftHead) with uninitialised weights, which `load` fills. Of several ranks, each has
+    its share of the layer, as of the target's, and all else."""
 
     layers: list[Layer]
 
@@ -59,7 +59,6 @@ class MtpHead(nn.Module):
 
     @property
     def taken(self) -> tuple[int, ...]:
-        """The target's layers whose outputs it takes."""
         return (len(self._target[0].layers) - 1,)
 
     def join(self, taken: Tensor) -> Tensor:
@@ -67,7 +66,6 @@ class MtpHead(nn.Module):
         return self.ops.rms_norm(taken, self._target[0].final_norm, self.spec.norm_eps)
 
     def forward(self, tokens: Tensor, hidden: Tensor, places: Places, rows: Tensor | None = None) -> Tensor:
-        """As of speculate.eagle3.Head."""
         q, stream = self._before(tokens, hidden, places)
         attended = torch.empty_like(q)
         places.attend(0, q, attended)
@@ -76,11 +74,9 @@ class MtpHead(nn.Module):
         return self._layer.after(attended, stream, self._target[0].collectives)
 
     def store(self, tokens: Tensor, hidden: Tensor, places: Places) -> None:
-        """The same as far as it fills the cache."""
         self._before(tokens, hidden, places)
 
     def guess(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The likeliest token by each of hidden [R, H], int32 [R], and what the next guess starts from."""
         target, ops = self._target[0], self.ops
         hidden = ops.rms_norm(hidden, self.final_norm, self.spec.norm_eps)
         logits, collectives = ops.linear(hidden, target.lm_head), target.collectives

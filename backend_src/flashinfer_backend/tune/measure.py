@@ -145,7 +145,6 @@ class ModelBench:
         return body
 
     def steps(self, tokens: int, candidates: Sequence[Tuned]) -> list[float]:
-        """See search.Bench."""
         return compare(self.step(tokens), candidates, self._stream, self.step(tokens, layers=1))
 
     def waves(self) -> dict[int, float]:
@@ -191,7 +190,6 @@ class DecodeBench:
         self.fp8 = cache == "e4m3"
 
     def steps(self, rows: int, candidates: Sequence[Tuned]) -> list[float]:
-        """See search.Bench."""
         found = [1.0] * len(candidates)
         for context in CONTEXTS:
             rng = np.random.default_rng(rows * 1000003 + context)
@@ -201,7 +199,6 @@ class DecodeBench:
         return found
 
     def waves(self) -> dict[int, float]:
-        """See search.Bench."""
         return {}
 
     def call(self, lens: np.ndarray) -> Callable[[], Tensor]:
