@@ -148,15 +148,4 @@ def queue_ns(request: Request) -> int:
 
 def perf_of(request: Request) -> protocol.Perf:
     """Times and block counts of a request whose first or last token has been read."""
-    return protocol.Perf(
-        arrival_ns=request.arrival_ns,
-        first_scheduled_ns=request.first_scheduled_ns,
-        first_token_ns=request.first_token_ns,
-        last_token_ns=request.last_token_ns,
-        new_blocks=request.new_blocks,
-        allocated_blocks=request.allocated_blocks,
-        reused_blocks=request.reused_blocks,
-        cached_tokens=request.cached_tokens,
-        drafted_tokens=request.drafted_tokens,
-        accepted_tokens=request.accepted_tokens,
-    )
+    return protocol.Perf(*(getattr(request, name) for name in protocol.Perf.__struct_fields__))

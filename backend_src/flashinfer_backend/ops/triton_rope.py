@@ -141,11 +141,7 @@ def rope_and_store(
     """See ops.torch_ops.rope_and_store. One launch; q_norm and k_norm are both given or both None. Rows of
     qkv are contiguous. Caches are of qkv's dtype or of e4m3."""
     tokens, head_dim = qkv.shape[0], k_cache.shape[-1]
-    if k_cache.dtype not in (qkv.dtype, E4M3):
-        raise ValueError(f"this kernel stores keys and values as {qkv.dtype} or {E4M3}, not {k_cache.dtype}")
     k_scale, v_scale = kv_scales if k_cache.dtype == E4M3 else (None, None)
-    if (q_norm is None) != (k_norm is None):
-        raise ValueError("q_norm and k_norm must both be given or both be None")
     q_out = (
         torch.empty(tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device) if out is None else out
     )
