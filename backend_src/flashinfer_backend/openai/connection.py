@@ -9,7 +9,6 @@ uvicorn ends, and around the application. Which requests have arrived is read by
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -171,9 +170,13 @@ class Connection(asyncio.Protocol):
         if in_headers or not self._arriving:
             headers, end, rest = data.partition(b"\r\n\r\n")
             data = UPGRADE.sub(b"", headers) + end + rest
-        # uvicorn's parser comes to the same, and answers.
-        with contextlib.suppress(httptools.HttpParserError, httptools.HttpParserUpgrade):
+        try:
             self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self._refuse(400, "what has arrived is not a request in HTTP/1.1; this port has no TLS")
+            return
+        except httptools.HttpParserUpgrade:
+            pass  # its header came in pieces
         if in_headers and self._in_headers:
             self._header_bytes += len(data)
             if self._header_bytes > MOST_HEADER_BYTES:
