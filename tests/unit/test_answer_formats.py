@@ -347,18 +347,8 @@ ALPHABET = [
     "<parameter=unit>\n",
     *("</parameter>", "<|python_tag|>", "<|channel|>", "analysis", "final", "<|message|>", "<|end|>"),
     *("<|start|>assistant", " to=functions.now", "<|call|>", '{"name": "now", "arguments": {"a": 1}}'),
-    *(
-        '{"name": "weather", ',
-        '"parameters": ',
-        '"arguments": ',
-        '{"city": "x',
-        '"}',
-        "}",
-        "]",
-        "[",
-        ",",
-        ";",
-    ),
+    *('{"name": "weather", ', '"parameters": ', '"arguments": ', '{"city": "x', '"}'),
+    *("}", "]", "[", ",", ";"),
     *("\n", " ", '"', "\\", "<", "a", "é", "name", "null", ":"),
 ]
 BOUND = {"weather": SCHEMAS["weather"], "now": None}
