@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -41,22 +40,10 @@ CHANNEL = ARGS | {"strategy": "channel"}
 DYNAMIC = compressed_tensors(CHANNEL, TOKEN)
 
 
-def two_groups() -> dict:
-    config = copy.deepcopy(DYNAMIC)
-    config["config_groups"]["group_1"] = config["config_groups"]["group_0"]
-    return config
-
-
-def by_layer() -> dict:
-    config = copy.deepcopy(DYNAMIC)
-    config["config_groups"]["group_0"]["targets"] = ["re:.*mlp.*"]
-    return config
-
-
-def quantised_activations() -> dict:
-    config = packed()
-    config["config_groups"]["group_0"]["input_activations"] = TOKEN
-    return config
+def in_groups(config: dict, *changes: dict) -> dict:
+    """With a group of modules for each of these changes."""
+    group = config["config_groups"]["group_0"]
+    return config | {"config_groups": {f"group_{n}": group | own for n, own in enumerate(changes)}}
 
 
 INT8 = ARGS | {"type": "int"}
@@ -79,8 +66,11 @@ REFUSED = {
     ),
     "packed": (compressed_tensors(CHANNEL, TOKEN, format="pack-quantized"), "in format 'pack-quantized'"),
     "sparse": (compressed_tensors(CHANNEL, TOKEN, sparsity_config={"format": "sparse-bitmask"}), "sparsity"),
-    "two groups": (two_groups(), "other config_groups than one for all of Linear"),
-    "some targets": (by_layer(), "other config_groups than one for all of Linear"),
+    "two groups": (in_groups(DYNAMIC, {}, {}), "other config_groups than one for all of Linear"),
+    "some targets": (
+        in_groups(DYNAMIC, {"targets": ["re:.*mlp.*"]}),
+        "other config_groups than one for all of Linear",
+    ),
     "int8 cache": (DYNAMIC | {"kv_cache_scheme": INT8}, "kv_cache_scheme with type 'int'"),
     "fp4 cache": (
         {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "NVFP4"},
@@ -105,7 +95,7 @@ REFUSED = {
         GPTQ | {"group_size": 128, "dynamic": {"lm_head": {}, r"+:.*down": {"bits": 8}}},
         "'gptq' with other settings for some modules (dynamic '+:.*down')",
     ),
-    "packed, activations": (quantised_activations(), "'pack-quantized' with quantised activations"),
+    "packed, activations": (in_groups(packed(), {"input_activations": TOKEN}), "with quantised activations"),
     "packed, 8 bits": (packed(num_bits=8), "weights with num_bits 8"),
     "packed, groups of 16": (packed(group_size=16), "with group_size 16"),
     "packed, floats": (packed(type="float"), "weights with type 'float'"),

@@ -180,6 +180,13 @@ table.close()
 """
 
 
+def tells(other: subprocess.Popen[str], text: str) -> None:
+    """What the process has open in engine 0 from now on."""
+    assert other.stdin is not None and other.stdout is not None
+    print(text, file=other.stdin, flush=True)
+    assert other.stdout.readline() == "told\n"
+
+
 def own_name() -> str:
     return f"load-{rundir.start_ticks(os.getpid())}-{os.getpid()}"
 
@@ -200,15 +207,12 @@ def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subproces
 
 
 def test_processes_see_at_once_what_others_have_open(other: subprocess.Popen[str], tmp_path: Path) -> None:
-    assert other.stdin is not None and other.stdout is not None
     table = LoadTable(tmp_path, 2)
     table.tell(1, 9, 9)  # its own is not among the others'
     assert table.of_others().tolist() == [[3, 500], [0, 0]]
-    print("1 20", file=other.stdin, flush=True)
-    other.stdout.readline()
+    tells(other, "1 20")
     assert table.of_others().tolist() == [[1, 20], [0, 0]]
-    other.stdin.close()  # it closes its table
-    other.wait(120)
+    other.communicate(timeout=120)  # it closes its table
     assert table.of_others().tolist() == [[0, 0], [0, 0]]
     table.close()
     assert not list(tmp_path.glob("load-*"))
@@ -242,14 +246,12 @@ def test_the_next_process_with_a_killed_one_s_pid_does_not_inherit_its_load(tmp_
 
 
 def test_a_file_that_somebody_removed_is_made_again(other: subprocess.Popen[str], tmp_path: Path) -> None:
-    assert other.stdin is not None and other.stdout is not None
     table = LoadTable(tmp_path, 2)
     assert table.of_others().tolist() == [[3, 500], [0, 0]]
     for path in tmp_path.iterdir():
         path.unlink()
     assert table.of_others().tolist() == [[0, 0], [0, 0]]
-    print("4 40", file=other.stdin, flush=True)
-    other.stdout.readline()
+    tells(other, "4 40")
     assert table.of_others().tolist() == [[4, 40], [0, 0]]
     table.close()
     table.of_others()
