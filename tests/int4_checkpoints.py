@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from checkpoints import make_checkpoint
-from quantised import NEVER, SIZES, Quantised, SparseMlp, edit_config, linears
+from quantised import NEVER, SIZES, Quantised, edit_config, linears, make_dense
 
 # q 256 rows, k and v 128; blocks of 64 columns in hidden_size, of 128 elsewhere.
 INT4_SIZES = SIZES | {"hidden_size": 192}
@@ -205,12 +203,7 @@ def make_int4(layout_name: str, kind: str, folder: Path, **sizes: Any) -> Quanti
     layout = INT4_LAYOUTS[layout_name]
     experts = {"moe_intermediate_size": 128} if "moe" in kind or kind == "qwen3-next" else {}
     shared = {"shared_expert_intermediate_size": 64} if kind == "qwen3-next" else {}
-    dense = make_checkpoint(kind, folder, **(INT4_SIZES | experts | shared | sizes))
-    model = transformers.AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float64).eval()
-    for layer in model.model.layers:
-        if hasattr(layer.mlp, "experts"):
-            layer.mlp = SparseMlp(layer.mlp)
-    tensors = load_file(dense / "model.safetensors")
+    dense, model, tensors = make_dense(kind, folder, **(INT4_SIZES | experts | shared | sizes))
     for name, module in linears(model):
         if name.startswith(layout.ignored) or name.endswith(NEVER):
             continue

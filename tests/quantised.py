@@ -238,6 +238,18 @@ def linear(matrix: Tensor) -> nn.Linear:
     return module
 
 
+def make_dense(
+    kind: str, folder: Path, **sizes: Any
+) -> tuple[Path, transformers.PreTrainedModel, dict[str, Tensor]]:
+    """A checkpoint to be quantised, its model in float64 with a Linear for each matrix, and its tensors."""
+    path = make_checkpoint(kind, folder, **sizes)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+    for layer in model.model.layers:
+        if hasattr(layer.mlp, "experts"):
+            layer.mlp = SparseMlp(layer.mlp)
+    return path, model, load_file(path / "model.safetensors")
+
+
 def make_quantised(
     layout_name: str, kind: str, folder: Path, kv_scales: bool = False, ranks: int = 1, **sizes: Any
 ) -> Quantised:
@@ -245,12 +257,7 @@ def make_quantised(
     which tensor parallelism its `logits` are to be."""
     layout = LAYOUTS[layout_name]
     sizes = SIZES | sizes_of(kind) | sizes
-    dense = make_checkpoint(kind, folder, **sizes)
-    model = transformers.AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float64).eval()
-    for layer in model.model.layers:
-        if hasattr(layer.mlp, "experts"):
-            layer.mlp = SparseMlp(layer.mlp)
-    tensors = load_file(dense / "model.safetensors")
+    dense, model, tensors = make_dense(kind, folder, **sizes)
     result = Quantised(dense, model)
     peaks = _input_peaks(model)
     for name, module in linears(model):

@@ -38,3 +38,14 @@ def test_a_reader_that_goes_early_gets_no_traceback(command):
     words = f"{sys.executable} {command} | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", words], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stderr == "" and done.stdout.splitlines()[-1] in ("0", "141")
+
+
+def test_a_generation_needs_neither_triton_nor_torch() -> None:
+    code = (
+        "import sys, flashinfer_backend.serving.generation\n"
+        "loaded = {name.partition('.')[0] for name in sys.modules}\n"
+        "print(*sorted(loaded & {'torch', 'tritonclient', 'flashinfer', 'transformers', 'triton'}))\n"
+        "print(*[name for name in sys.modules if name.startswith('flashinfer_backend.triton_server')])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (ran.returncode, ran.stdout.split()) == (0, []), ran.stderr
