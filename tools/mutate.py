@@ -50,7 +50,7 @@ TESTS = {
     ),
     "text": "unit/test_named_tokens.py unit/test_stop_words.py unit/test_answer_texts.py unit/test_delta.py",
     "text/tokenizer": "unit/test_named_tokens.py unit/test_preprocessing.py",
-    "text/chunk": "unit/test_sequence.py unit/test_postprocessing.py unit/test_responder.py",
+    "text/chunk": "unit/test_postprocessing.py unit/test_responder.py",
     "transport": (
         "unit/test_accepting.py unit/test_keeper.py engine/test_engine_socket.py engine/test_link.py"
     ),
