@@ -27,7 +27,15 @@ from tokenizers import Tokenizer
 
 from client import find_rate, machine, ready, results, scenarios
 from client.bench_options import OF_SCENARIO, SAMPLING, given_options, make_parser
-from client.datasets import DATASETS, Prompt, TooFewError, fingerprint, load_prompts, load_tokenizer
+from client.datasets import (
+    DATASETS,
+    Prompt,
+    TooFewError,
+    fingerprint,
+    kind_of,
+    load_prompts,
+    load_tokenizer,
+)  # fmt: skip
 from client.device_log import DeviceLog, Devices, find_devices
 from client.load import Load, LoadResult, run_load
 from client.metrics import PERCENTILES, format_table, goodput, request_columns
@@ -356,10 +364,7 @@ def _lengths(args: argparse.Namespace, given: set[str]) -> dict[str, Any]:
         "input_range": "input_len", "output_range": "output_len", "parts": "part", "prefixes": "prefixes",
         "prefix_tokens": "prefix_len", "turns": "turns",
     }  # fmt: skip
-    kind, _, file = args.dataset.partition(":")
-    taken = DATASETS.get(f"{kind}:FILE" if file else kind)
-    if taken is None:
-        return {}  # load_prompts says what there is
+    taken = DATASETS[kind_of(args.dataset)]
     for name, option in options.items():
         if option in given and name not in taken:
             raise ValueError(f"--{option.replace('_', '-')} means nothing to dataset {args.dataset!r}")

@@ -298,14 +298,23 @@ DATASETS = {
 }
 
 
+def kind_of(spec: str) -> str:
+    """Which of DATASETS it is. Raises ValueError for none of them."""
+    name, _, path = spec.partition(":")
+    kind = f"{name}:FILE" if path else name
+    if kind not in DATASETS:
+        raise ValueError(f"dataset {spec!r} must be {', '.join([*DATASETS][:-1])} or {[*DATASETS][-1]}")
+    return kind
+
+
 def load_prompts(
     spec: str, tokenizer: Tokenizer, num_prompts: int, seed: int, **lengths: Any
 ) -> list[Prompt]:
     """spec is one of DATASETS, with a file's name for FILE; lengths: what it takes."""
-    kind, _, path = spec.partition(":")
-    if kind == "sharegpt" and path:
+    kind, path = kind_of(spec), spec.partition(":")[2]
+    if kind == "sharegpt:FILE":
         return load_sharegpt(path, tokenizer, num_prompts, seed, **lengths)
-    if kind == "conversations" and path:
+    if kind == "conversations:FILE":
         return load_conversations(path, tokenizer, num_prompts, seed, **lengths)
     makers: dict[str, Any] = {
         "random": random_prompts,
@@ -313,9 +322,7 @@ def load_prompts(
         "shared-prefix": shared_prefix_prompts,
         "multi-turn": conversation_prompts,
     }
-    if spec in makers:
-        return list(makers[spec](tokenizer, num_prompts, seed=seed, **lengths))
-    raise ValueError(f"dataset {spec!r} must be {', '.join([*DATASETS][:-1])} or {[*DATASETS][-1]}")
+    return list(makers[kind](tokenizer, num_prompts, seed=seed, **lengths))
 
 
 @dataclass(frozen=True)

@@ -186,6 +186,7 @@ def test_as_many_connections_as_there_are_files_for():
         (main, "--max-request-bytes", "0", "0: it should be a whole number from 1 to"),
         (main, "--allowed-origins", "chat.example",
          "chat.example: an origin is a scheme, a host and perhaps a port"),
+        (main, "--served-model-name", "", "a name should not be empty"),
         (main, "--allowed-origins", "https://Chat.example",  # no browser sends it so
          "https://Chat.example: an origin is a scheme, a host and perhaps a port"),
         (main, "--max-prompt-bytes", "-1", "-1: it should be a whole number from 0 to"),

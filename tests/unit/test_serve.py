@@ -340,4 +340,4 @@ def test_two_services_do_not_share_a_port(capsys, tmp_path):
     arguments = ["--model-repository", str(tmp_path), "--backends", str(tmp_path), "--check"]
     arguments += ["--grpc-port", grpc, "--metrics-port", metrics]
     assert serve.main([*arguments, "--http-port", port, "--openai-port", port]) == 1
-    assert f"HTTP port and OpenAI port are both {port}: each needs one of its own" in capsys.readouterr().err
+    assert f"HTTP port and OpenAI port are both {port}: use different ones" in capsys.readouterr().err

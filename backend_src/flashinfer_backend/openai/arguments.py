@@ -32,6 +32,13 @@ def origin(text: str) -> str:
     return text
 
 
+def model_name(text: str) -> str:
+    """A model's name, for argparse."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("a name should not be empty")
+    return text
+
+
 # What argparse's add_argument takes for each.
 API_ARGUMENTS: dict[str, dict[str, Any]] = {
     "workers": {
@@ -40,7 +47,7 @@ API_ARGUMENTS: dict[str, dict[str, Any]] = {
         " four cores; one with device=cpu or --store-mib)",
     },
     "served-model-name": {
-        "metavar": "NAME", "action": "append",
+        "metavar": "NAME", "type": model_name, "action": "append",
         "help": "the model's name in requests; repeat it for several names (default: its folder's name)",
     },
     "api-key-file": {

@@ -43,7 +43,7 @@ def check_ports(address: Address, ports: dict[str, int]) -> None:
         if port == 0:
             raise AddressError(f"{name} is 0: name one of 1 to 65535, which clients can be told")
         if (other := names.setdefault(port, name)) != name:
-            raise AddressError(f"{other} and {name} are both {port}: each needs one of its own")
+            raise AddressError(f"{other} and {name} are both {port}: use different ones")
         with socket.socket(socket.AF_INET6 if address.version == 6 else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
