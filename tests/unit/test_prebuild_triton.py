@@ -534,7 +534,7 @@ def test_products_of_any_number_of_tokens_are_ahead(format: str, experts: tuple[
 
     with (
         device.use(replace(measured("NVIDIA H100 80GB HBM3"), linear_adapted=DEEPEST)),
-        prebuild_triton._flashinfer_without_memory(),
+        prebuild_triton._libraries_without_memory(),
     ):
         used, ahead = set(collect(steps)), set(ahead_of(model, config))
     assert used <= ahead, names([variant for variant in used if variant not in ahead])

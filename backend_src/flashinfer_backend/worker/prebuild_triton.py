@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from flashinfer_backend.ops import device
 from flashinfer_backend.ops.fp8 import E4M3
 from flashinfer_backend.ops.torch_delta import DeltaRows
 from flashinfer_backend.ops.torch_ops import BySlot, Penalties
-from flashinfer_backend.ops.weight import Fp8Static
+from flashinfer_backend.ops.weight import Fp8Static, Weight
 from flashinfer_backend.speculate.eagle3 import Head
 from flashinfer_backend.speculate.mtp import MtpHead
 from flashinfer_backend.speculate.proposer import Places
@@ -161,15 +162,18 @@ def call_operations(
     from flashinfer_backend.ops import cuda_ops
 
     target = Transformer(model, cuda_ops, dtype, "meta", max_seq_len=1)
-    with _flashinfer_without_memory():
+    with _libraries_without_memory():
         _call_model(config, target, drafter)
     _call_others(config, target, drafter)
 
 
 @contextmanager
-def _flashinfer_without_memory() -> Iterator[None]:
-    """FlashInfer's operations take tensors of device meta inside the block, as torch's do."""
+def _libraries_without_memory() -> Iterator[None]:
+    """FlashInfer's operations, and the one that not every PyTorch has without memory, take tensors of
+    device meta inside the block, as torch's do."""
     import flashinfer
+
+    from flashinfer_backend.ops import cuda_fp8
 
     def normed(x: Tensor, *_: Any, **__: Any) -> Tensor:
         return torch.empty_like(x)
@@ -177,13 +181,23 @@ def _flashinfer_without_memory() -> Iterator[None]:
     def gated(x: Tensor, **_: Any) -> Tensor:
         return x.new_empty(len(x), x.shape[1] // 2)
 
-    instead = {"rmsnorm": normed, "silu_and_mul": gated, "gelu_tanh_and_mul": gated}
-    before = {name: getattr(flashinfer, name) for name in instead}
+    def product(x: Tensor, _: Tensor, weight: Weight) -> Tensor:
+        return x.new_empty(len(x), len(weight.data), dtype=torch.bfloat16)
+
+    instead: list[tuple[ModuleType, str, Any]] = [
+        (flashinfer, "rmsnorm", normed),
+        (flashinfer, "silu_and_mul", gated),
+        (flashinfer, "gelu_tanh_and_mul", gated),
+        (cuda_fp8, "blocks_by_cublas", product),
+    ]
+    before = [(module, name, getattr(module, name)) for module, name, _ in instead]
     try:
-        vars(flashinfer).update(instead)
+        for module, name, function in instead:
+            setattr(module, name, function)
         yield
     finally:
-        vars(flashinfer).update(before)
+        for module, name, function in before:
+            setattr(module, name, function)
 
 
 def _call_model(config: EngineConfig, model: Transformer, drafter: ModelSpec | None) -> None:
