@@ -119,16 +119,8 @@ def test_the_ensemble_writes_few_logits_as_json(contract: Server, watch_contract
     wait_for(lambda: free(watch_contract), "all room to be free")
 
 
-def test_over_grpc_and_of_the_model_itself_there_may_be_more(
-    contract: Server, watch_contract: EngineWatch
-) -> None:
-    prompt = "Once upon a time " * (JSON_ROWS // 4 + 1)
-    body = {"text_input": prompt, "max_tokens": 1, "return_context_logits": True}
-    assert "max_json_logits_mib" in contract.post(body)[1]["error"]
-    values = {"text_input": strings(prompt), "max_tokens": int32(1), "return_context_logits": YES}
-    results = stream(contract, "ensemble", [("", values)])
-    assert not any(error for _, error in results)
-    assert len(logits(results, "context_logits")[0]) > JSON_ROWS
+def test_of_the_model_itself_there_may_be_more(contract: Server, watch_contract: EngineWatch) -> None:
+    """As over gRPC, and in binary over HTTP."""
     ids = asking(1, JSON_ROWS + 1, 1, return_context_logits=YES)
     status, answer = contract.post({name: value[0].tolist() for name, value in ids.items()}, LLM)
     assert status == 200, answer

@@ -7,12 +7,9 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +17,6 @@ from metering import idle, scrape, shown
 from running import KEY, NGRAM, BothDoors, both_running, build_repository, fetch, wait_for
 
 from flashinfer_backend.openai.arguments import KEYS_VARIABLE
-from ports import free_ports
 
 PROMPTS = ["Once upon a time", "The king said to his daughter that", "Why is the sky blue?\nAnswer:"]
 
@@ -151,26 +147,6 @@ def test_the_api_goes_on_while_tritonserver_is_started_again(both: BothDoors) ->
     answers.append(both.openai("/v1/completions", body))
     texts = [json.loads(answer)["choices"][0]["text"] for status, answer in (expected, *answers)]
     assert texts[0] == texts[1] == texts[2] and both.engine_pid() == engine
-
-
-@pytest.mark.parametrize(
-    ("arguments", "files", "words"),
-    [
-        (["--openai-workers", "2"], None, "needs --openai-port"),
-        (["--openai-port", "{openai}", "--openai-api-key-file", "/nowhere"], None, "/nowhere"),
-        (["--openai-port", "{openai}"], 128, "needs 129 open files or more"),
-    ],
-)
-def test_wrong_arguments_and_limits_keep_the_server_from_starting(
-    repository: Path, arguments: list[str], files: int | None, words: str
-) -> None:
-    http, grpc, metrics, openai = free_ports(4)
-    ports = ["--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)]
-    ports += [argument.format(openai=openai) for argument in arguments]
-    command = [sys.executable, "-m", "flashinfer_backend.serve", "--model-repository", str(repository)]
-    allow = [] if files is None else ["prlimit", f"--nofile={files}:{files}"]
-    ran = subprocess.run([*allow, *command, *ports], capture_output=True, text=True, timeout=90)
-    assert ran.returncode == 1 and words in ran.stdout + ran.stderr
 
 
 def test_the_server_ends_with_both_doors(both: BothDoors) -> None:

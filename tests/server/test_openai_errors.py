@@ -74,13 +74,6 @@ def test_a_text_that_is_too_long_is_refused_before_it_is_tokenized(door: OpenAiS
     assert door.error("/v1/completions", {"prompt": longest})[1].startswith("the prompt is too long: it has ")
 
 
-def test_the_client_raises_its_own_errors(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError):
-        client.chat.completions.create(model="gpt-4", messages=ASK)
-    with pytest.raises(openai.BadRequestError, match="maximum context length"):
-        client.chat.completions.create(model="tiny-chat", messages=ASK, max_tokens=9999)
-
-
 def test_every_answer_has_a_request_id(door: OpenAiServer, client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"prompt": "Once", "max_tokens": 2}
 

@@ -13,11 +13,9 @@ import signal
 import socket
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 import tritonclient.grpc as grpcclient
@@ -188,30 +186,6 @@ def test_a_request_router_reads_sums_over_the_engines(two: BothDoors) -> None:
     finally:
         for stream in streams:
             stream.leave()
-
-
-def test_engines_get_equally_many_whichever_process_takes_a_request(two: BothDoors) -> None:
-    """Also of requests that no report has counted yet."""
-    idle(two)
-    body = {"model": "bundled", "prompt": "Once", "max_tokens": 1900, "stream": True, "ignore_eos": True}
-    url = f"http://127.0.0.1:{two.openai_port}/v1/completions"
-
-    def load() -> list[int]:
-        files = [np.fromfile(path, np.int64).reshape(2, 2) for path in two.run_dir.glob("load-*")]
-        return [int(part[:, 0].sum()) for part in np.stack(files, axis=1)]
-
-    wait_for(lambda: load() == [0, 0], "the end of what was open")
-    with contextlib.ExitStack() as streams:
-        for number in range(1, 9):
-            if number % 2:
-                streams.callback(Stream(two, f"Tale {number}").leave)
-            else:
-                request = urllib.request.Request(url, json.dumps(body).encode())
-                streams.enter_context(urllib.request.urlopen(request, timeout=TIMEOUT_S))
-            wait_for(lambda n=number: sum(load()) == n, "the stream to be open")
-            assert abs(load()[0] - load()[1]) == number % 2
-        assert np.stack([load(), active(shown(two))]).max() <= 4
-    wait_for(lambda: load() == [0, 0], "what was left")
 
 
 def test_a_stop_request_reaches_the_engine_of_its_request(two: BothDoors) -> None:
