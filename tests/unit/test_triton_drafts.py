@@ -56,17 +56,20 @@ def check_places_ahead(where: str) -> None:
     """Some behind a block's end, whose next block the step has fed or not; a row of padding."""
     from flashinfer_backend.ops import triton_drafts
 
+    def by_slot(table: torch.Tensor) -> torch_ops.BySlot:  # nothing else of it is read
+        return torch_ops.BySlot(table, table, table, table, BLOCK)
+
     table = torch.arange(1, 25, dtype=torch.int32).view(4, 6)
     table[3] = 0
     slots, ends = torch.tensor([2, 0, 1, 3]).int(), torch.tensor([1, 3, 4, 6]).int()
     positions = torch.tensor([13, 14, 15, 30, 7, 9, 0]).int()
     fed = torch.tensor([32, 9, 17, 0]).int()
     expected = [[15, 31, 8, 1], [16, 32, 9, 2], [17, 33, 10, 3]]
-    assert torch_ops.places_ahead(positions, ends, slots, fed, table, BLOCK, 3)[0].tolist() == expected
+    assert torch_ops.places_ahead(positions, ends, slots, fed, by_slot(table), 3)[0].tolist() == expected
     for count in (0, 1, 3):
-        given = positions, ends, slots, fed, table
-        plain = torch_ops.places_ahead(*given, BLOCK, count)
-        found = triton_drafts.places_ahead(*(t.to(where) for t in given), BLOCK, count)
+        given = positions, ends, slots, fed
+        plain = torch_ops.places_ahead(*given, by_slot(table), count)
+        found = triton_drafts.places_ahead(*(t.to(where) for t in given), by_slot(table.to(where)), count)
         for own, other in zip(plain, found, strict=True):
             assert own.shape == (count, 4) and torch.equal(own, other.cpu())
     # Slot 0 has fed all of its second block, and none of the third; slot 2 one token of its second one.

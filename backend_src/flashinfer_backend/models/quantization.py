@@ -71,7 +71,6 @@ class Quantization:
 
 
 DENSE = Quantization("dense")
-ON_LOAD = Quantization("fp8_on_load")
 
 
 def read_quantization(raw: dict[str, Any], hf_quant: dict[str, Any]) -> Quantization:

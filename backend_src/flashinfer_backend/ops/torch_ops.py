@@ -440,13 +440,7 @@ def accept(
 
 
 def places_ahead(
-    positions: Tensor,
-    ends: Tensor,
-    slots: Tensor,
-    fed_lengths: Tensor,
-    block_table: Tensor,
-    block_size: int,
-    count: int,
+    positions: Tensor, ends: Tensor, slots: Tensor, fed_lengths: Tensor, state: BySlot, count: int
 ) -> tuple[Tensor, Tensor]:
     """Where the `count` tokens behind each sampling row's last kept one stand: (positions, cache_locations),
     int32 [count, s] each; in the dummy block 0 where a step has fed no token of their block, which may not
@@ -455,6 +449,7 @@ def places_ahead(
     positions: int32 [T], of a step's tokens; ends: int32 [s], of which the last kept ones are; slots int32
     [s]; fed_lengths: int32 [slots + 1], tokens in the cache with all that the step has fed.
     """
+    *_, block_table, block_size = state
     ahead = torch.arange(1, count + 1, dtype=torch.int32, device=slots.device)
     found = positions[ends] + ahead.unsqueeze(1)
     columns, known = found // block_size, (fed_lengths[slots] - 1) // block_size

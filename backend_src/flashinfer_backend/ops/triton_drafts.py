@@ -130,16 +130,10 @@ def _places_ahead(
 
 
 def places_ahead(
-    positions: Tensor,
-    ends: Tensor,
-    slots: Tensor,
-    fed_lengths: Tensor,
-    block_table: Tensor,
-    block_size: int,
-    count: int,
+    positions: Tensor, ends: Tensor, slots: Tensor, fed_lengths: Tensor, state: BySlot, count: int
 ) -> tuple[Tensor, Tensor]:
     """See ops.torch_ops.places_ahead."""
-    rows = slots.shape[0]
+    rows, (*_, block_table, block_size) = slots.shape[0], state
     found, locations = (torch.empty((count, rows), dtype=torch.int32, device=slots.device) for _ in range(2))
     if count:
         _places_ahead[(triton.cdiv(rows, _ROWS),)](

@@ -63,8 +63,7 @@ class HeadProposer:
         drafts = [token]
         # What the step has fed has blocks, and what is drafted may have none yet: that is not stored.
         rows = step.positions, step.ends, step.sample_slots, step.fed_lengths
-        places_ahead = self._ops.places_ahead
-        positions, locations = places_ahead(*rows, state.block_table, state.block_size, count - 1)
+        positions, locations = self._ops.places_ahead(*rows, state.by_slot, count - 1)
         for index in range(count - 1):
             attend = self._attention(step.decode(index + 1))
             places = Places(positions[index], locations[index], caches, attend)

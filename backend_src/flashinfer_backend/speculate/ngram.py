@@ -31,7 +31,7 @@ class NGram:
         if not count:
             return slots.new_empty(len(slots), 0)
         sizes = self._most, self._least
-        return self._ops.ngram_drafts(state.tokens, slots, state.lengths, count, *sizes)
+        return self._ops.ngram_drafts(state.tokens, slots, state.by_slot.lengths, count, *sizes)
 
 
 def make_ngram(config: EngineConfig, target: Transformer) -> NGram:

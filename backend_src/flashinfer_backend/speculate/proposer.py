@@ -11,6 +11,7 @@ from torch import Tensor
 from flashinfer_backend.attention.contract import Prepared
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.models.transformer import Transformer
+from flashinfer_backend.ops.torch_ops import BySlot
 
 
 class DraftStep(NamedTuple):
@@ -45,11 +46,8 @@ class Slots(Protocol):
     """What the device keeps by slot; the last one is the dummy of padding. Where a step's drafts have been
     checked, `lengths` counts what was kept, and the last token stands behind these."""
 
-    lengths: Tensor  # int32 [slots + 1], tokens in the cache
-    last_token: Tensor  # int32 [slots + 1], the token behind them
+    by_slot: BySlot
     tokens: Tensor  # int32 [slots + 1, max_seq_len + 1], with `history` those and the last one
-    block_table: Tensor  # int32 [slots + 1, blocks]
-    block_size: int
     kv_layers: list[tuple[Tensor, Tensor]]  # (K, V) of the target's layers, then of the proposer's
 
 

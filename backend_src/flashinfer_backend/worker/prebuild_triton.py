@@ -383,5 +383,4 @@ def _call_drafts(config: EngineConfig, by_slot: BySlot) -> None:
             triton_drafts.ngram_drafts(history, tokens, lengths, count, *sizes)
     if config.speculative_method in ("eagle3", "mtp"):
         for count in draft_counts(1, config.max_draft_len):
-            rows = tokens, tokens, tokens, lengths, by_slot.block_table
-            triton_drafts.places_ahead(*rows, config.tokens_per_block, count - 1)
+            triton_drafts.places_ahead(tokens, tokens, tokens, lengths, by_slot, count - 1)
