@@ -14,6 +14,7 @@ import time
 import urllib.error
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,6 @@ def test_a_server_is_killed_and_another_drained_without_a_lost_answer(balanced: 
     body = {"text_input": PROMPT, "max_tokens": 40, "end_id": 1048576}
     status, text = balanced.post(body)
     assert status == 200
-    streams: list[tuple[int, str]] = []
     with Load(balanced, json.loads(text)["text_output"]) as load:
         wait_for(lambda: used(first) and used(second), "load on both")
         second.matching("bin/tritonserver")[0].kill()
@@ -137,20 +137,14 @@ def test_a_server_is_killed_and_another_drained_without_a_lost_answer(balanced: 
         wait_for(lambda: used(second), "load on it again")
 
         ask = {**body, "max_tokens": 400, "stream": True}
-        reading = [
-            threading.Thread(target=lambda: streams.append(balanced.post(ask, "generate_stream")))
-            for _ in range(3)
-        ]
-        for thread in reading:
-            thread.start()
-        time.sleep(0.3)  # they have begun, on both
-        first.launcher.terminate()  # its streams have their time, new requests go to the other
-        first.launcher.wait(120)
-        for thread in reading:
-            thread.join()
+        with ThreadPoolExecutor(3) as pool:
+            streams = [pool.submit(balanced.post, ask, "generate_stream") for _ in range(3)]
+            time.sleep(0.3)  # they have begun, on both
+            first.launcher.terminate()  # its streams have their time, new requests go to the other
+            first.launcher.wait(120)
         before = load.outcomes["whole"]
         wait_for(lambda: load.outcomes["whole"] > before + 20, "answers of the other")
-    for status, text in streams:
+    for status, text in (stream.result() for stream in streams):
         events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
         assert status == 200 and events[-1].get("finish_reason") == "length", text[-300:]
     assert set(load.outcomes) == {"whole"}, load.outcomes

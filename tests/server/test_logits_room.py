@@ -5,7 +5,6 @@ the ensemble answers in JSON."""
 from __future__ import annotations
 
 import contextlib
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -32,27 +31,6 @@ def logits(results: list[Any], name: str) -> np.ndarray:
     return next(part for part in parts if part is not None)
 
 
-class Held:
-    """The most bytes that the engine has told of while it is open."""
-
-    def __init__(self, watch: EngineWatch) -> None:
-        self.most = 0
-        self._watch, self._stop = watch, threading.Event()
-        self._thread = threading.Thread(target=self._look)
-
-    def __enter__(self) -> Held:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _look(self) -> None:
-        while not self._stop.is_set():
-            self.most = max(self.most, self._watch.status().logits_bytes)
-
-
 def free(watch: EngineWatch) -> bool:
     status = watch.status()
     return not status.logits_bytes and not status.requests_active
@@ -66,10 +44,13 @@ def test_many_get_what_one_gets_alone_within_the_bound(contract: Server, watch_c
     ]
     requests = [asking(n % 3, 340, **kinds[n % 3]) for n in range(6)]  # type: ignore[arg-type]
     alone = [stream(contract, LLM, [("", request)]) for request in requests[:3]]
-    with Held(watch_contract) as held, ThreadPoolExecutor(6) as pool:
-        together = list(pool.map(lambda request: stream(contract, LLM, [("", request)]), requests))
-    assert ROWS * ROW // 3 < held.most <= ROWS * ROW
-    for number, results in enumerate(together):
+    held = 0  # the most bytes that the engine tells of
+    with ThreadPoolExecutor(6) as pool:
+        together = [pool.submit(stream, contract, LLM, [("", request)]) for request in requests]
+        while not all(each.done() for each in together):
+            held = max(held, watch_contract.status().logits_bytes)
+    assert ROWS * ROW // 3 < held <= ROWS * ROW
+    for number, results in enumerate(each.result() for each in together):
         assert not any(error for _, error in results)
         name = "generation_logits" if number % 3 == 2 else "context_logits"
         np.testing.assert_allclose(logits(results, name), logits(alone[number % 3], name), atol=1e-3)

@@ -7,10 +7,9 @@ import json
 import os
 import re
 import signal
-import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from metering import idle, scrape, shown
@@ -137,15 +136,13 @@ def test_the_api_goes_on_while_tritonserver_is_started_again(both: BothDoors) ->
     expected = both.openai("/v1/completions", body)
     assert expected[0] == 200
     engine, times = both.engine_pid(), both.log.count("serve: ready again")
-    answers: list[tuple[int, Any]] = []
-    asking = threading.Thread(target=lambda: answers.append(both.openai("/v1/completions", body)))
-    asking.start()
-    time.sleep(0.2)
-    both.matching("/postprocessing/1/")[0].kill()
-    asking.join()
+    with ThreadPoolExecutor(1) as pool:
+        meanwhile = pool.submit(both.openai, "/v1/completions", body)
+        time.sleep(0.2)
+        both.matching("/postprocessing/1/")[0].kill()
     wait_for(lambda: both.log.count("serve: ready again") > times, "tritonserver", 120)
-    answers.append(both.openai("/v1/completions", body))
-    texts = [json.loads(answer)["choices"][0]["text"] for status, answer in (expected, *answers)]
+    answers = expected, meanwhile.result(), both.openai("/v1/completions", body)
+    texts = [json.loads(answer)["choices"][0]["text"] for status, answer in answers]
     assert texts[0] == texts[1] == texts[2] and both.engine_pid() == engine
 
 

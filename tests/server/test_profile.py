@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -35,12 +35,10 @@ def test_steps_are_traced_while_requests_run(tmp_path: Path, capsys: pytest.Capt
             409,
             "engine 0: a trace is being made, 5 steps are left: POST /stop_profile ends it",
         )
-        threads = [threading.Thread(target=server.call, args=("/v1/completions", LONG)) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        wait_for(lambda: all(Path(file).exists() for file in started["files"]), "the traces")
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(4) as pool:
+            for _ in range(4):
+                pool.submit(server.call, "/v1/completions", LONG)
+            wait_for(lambda: all(Path(file).exists() for file in started["files"]), "the traces")
         assert server.call("/stop_profile", b"")[2] == {"files": started["files"]}  # they stay the latest
         check_files(server, folder, started["files"], capsys)
 
