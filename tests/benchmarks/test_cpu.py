@@ -29,7 +29,7 @@ from flashinfer_backend.structured.compiler import GrammarCompiler
 from flashinfer_backend.text.chunk import pack_chunk, unpack_chunk
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.transport import protocol
-from flashinfer_backend.transport.seen import SeenTable
+from flashinfer_backend.transport.delivery_marks import DeliveryMarks
 from flashinfer_backend.triton_server.watch import ClientWatch
 from ports import free_ports
 from tests.unit import small_tokenizers
@@ -172,7 +172,7 @@ def test_read_a_recorded_stream(benchmark):
 @pytest.mark.parametrize("open_requests", [256, 17_000])
 def test_look_for_departed_clients(benchmark, tmp_path, open_requests):
     """One check of an llm instance: no response is sent while it computes."""
-    table = SeenTable(tmp_path, 1)
+    table = DeliveryMarks(tmp_path, 1)
     sequences = [
         SimpleNamespace(handle=protocol.make_handle(1, n), ended=False, sent_at=0)
         for n in range(open_requests)

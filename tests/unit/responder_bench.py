@@ -91,7 +91,7 @@ class Bench:
         self.seen_ns: int | None = None  # sent_ns of the newest chunk that postprocessing had; None: of all
         self.last_ns = 1  # when postprocessing had a chunk, 0 for never
         newest = lambda _: time.monotonic_ns() if self.seen_ns is None else self.seen_ns  # noqa: E731
-        self.responder.seen = SimpleNamespace(  # type: ignore[assignment]
+        self.responder.marks = SimpleNamespace(  # type: ignore[assignment]
             begin=nothing, newest=newest, last=lambda _: self.last_ns
         )
         self.responder.metrics = SimpleNamespace(ended=nothing, refused=nothing)  # type: ignore[assignment]

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from flashinfer_backend.transport import seen
+from flashinfer_backend.transport import delivery_marks
+from flashinfer_backend.transport.delivery_marks import ENTRIES, DeliveryMarker, DeliveryMarks
 from flashinfer_backend.transport.protocol import make_handle
-from flashinfer_backend.transport.seen import ENTRIES, SeenMarker, SeenTable
 from flashinfer_backend.triton_server.watch import MOST_LOOKS, ClientWatch, DepartedClients
 
 PID = 4321
@@ -21,18 +21,18 @@ PID = 4321
 
 @pytest.fixture
 def table(tmp_path):
-    table = SeenTable(tmp_path, PID)
+    table = DeliveryMarks(tmp_path, PID)
     yield table
     table.close()
 
 
 @pytest.fixture
 def marker(tmp_path, table):
-    return SeenMarker(tmp_path)
+    return DeliveryMarker(tmp_path)
 
 
 def test_a_mark_is_seen_by_the_stub_it_belongs_to(tmp_path, table, marker):
-    other = SeenTable(tmp_path, PID + 1)
+    other = DeliveryMarks(tmp_path, PID + 1)
     before = time.monotonic_ns()
     marker.mark(make_handle(PID, 7), 1)
     assert before <= table.last(make_handle(PID, 7)) <= time.monotonic_ns()
@@ -61,7 +61,7 @@ def test_the_newest_chunk_counts_in_whatever_order_they_are_seen(table, marker):
 def test_a_stub_without_a_table_is_not_marked(tmp_path, marker):
     marker.mark(make_handle(PID + 5, 1), 1)
     marker.mark(0, 0)
-    assert [file.name for file in tmp_path.iterdir()] == [f"seen-{PID}"]
+    assert [file.name for file in tmp_path.iterdir()] == [f"marks-{PID}"]
 
 
 class Stream:
@@ -224,20 +224,20 @@ def test_departed_clients_of_the_ensemble_are_found_among_many(table, marker):
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever looks for stubs that are gone does so at every chunk."""
-    monkeypatch.setattr(seen, "LOOK_AGAIN_NS", -1)
+    monkeypatch.setattr(delivery_marks, "LOOK_AGAIN_NS", -1)
 
 
 def mapped(folder: Path) -> list[str]:
     """Files in a folder that this process has mapped, those that were removed among them."""
     lines = Path("/proc/self/maps").read_text().splitlines()
-    return [line.split(f"{folder}/")[1] for line in lines if f"{folder}/seen-" in line]
+    return [line.split(f"{folder}/")[1] for line in lines if f"{folder}/marks-" in line]
 
 
 @pytest.mark.usefixtures("at_once")
 def test_tables_of_stubs_that_ended_are_not_kept(tmp_path: Path) -> None:
-    marker = SeenMarker(tmp_path)
+    marker = DeliveryMarker(tmp_path)
     for pid in range(PID, PID + 5):
-        table = SeenTable(tmp_path, pid)
+        table = DeliveryMarks(tmp_path, pid)
         marker.mark(make_handle(pid, 1), 1)
         assert table.last(make_handle(pid, 1))
         table.close()
@@ -249,12 +249,12 @@ def test_tables_of_stubs_that_ended_are_not_kept(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("killed", [True, False])
 def test_a_stub_with_the_pid_of_another_is_marked(tmp_path: Path, killed: bool) -> None:
-    handle, marker = make_handle(PID, 1), SeenMarker(tmp_path)
-    old = SeenTable(tmp_path, PID)
+    handle, marker = make_handle(PID, 1), DeliveryMarker(tmp_path)
+    old = DeliveryMarks(tmp_path, PID)
     marker.mark(handle, 1)
     if not killed:
         old.close()
-    new = SeenTable(tmp_path, PID)
+    new = DeliveryMarks(tmp_path, PID)
     assert new.last(handle) == 0
     marker.mark(handle, 2)
     assert new.last(handle) and (old.newest(handle), new.newest(handle)) == (1, 2)
@@ -262,9 +262,9 @@ def test_a_stub_with_the_pid_of_another_is_marked(tmp_path: Path, killed: bool) 
 
 @pytest.mark.usefixtures("at_once")
 def test_a_table_that_comes_later_is_found(tmp_path: Path) -> None:
-    handle, marker = make_handle(PID, 1), SeenMarker(tmp_path)
+    handle, marker = make_handle(PID, 1), DeliveryMarker(tmp_path)
     marker.mark(handle, 1)
-    table = SeenTable(tmp_path, PID)
+    table = DeliveryMarks(tmp_path, PID)
     marker.mark(handle, 2)
     assert table.newest(handle) == 2
 
@@ -272,9 +272,10 @@ def test_a_table_that_comes_later_is_found(tmp_path: Path) -> None:
 FULL = """
 mount -t tmpfs -o size=256k tmpfs "$1" || exit 77
 exec "$2" -c "
-import sys; from pathlib import Path; from flashinfer_backend.transport.seen import ENTRIES, SeenTable
+import sys; from pathlib import Path
+from flashinfer_backend.transport.delivery_marks import ENTRIES, DeliveryMarks
 try:
-    table = SeenTable(Path(sys.argv[1]), 1)
+    table = DeliveryMarks(Path(sys.argv[1]), 1)
 except OSError as error:
     sys.exit(error.strerror)
 for number in range(0, ENTRIES, 512):

@@ -96,7 +96,7 @@ def remove(run_dir: Path) -> None:
 
 def forget_stubs(run_dir: Path) -> None:
     """Removes what stubs that were killed leave in the run directory."""
-    _forget([*run_dir.glob("stubs/*.sock"), *run_dir.glob("seen-*"), *run_dir.glob("load-*")])
+    _forget([*run_dir.glob("stubs/*.sock"), *run_dir.glob("marks-*"), *run_dir.glob("load-*")])
 
 
 def forget_processes(folders: Iterable[Path], ending: Collection[int] = ()) -> None:

@@ -22,10 +22,10 @@ from flashinfer_backend.serving.adapters import AdapterNames
 from flashinfer_backend.serving.engines import Engines
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
+from flashinfer_backend.transport.delivery_marks import DeliveryMarks
 from flashinfer_backend.transport.doors import read_doors
 from flashinfer_backend.transport.endpoint import LEADS, EngineDown
 from flashinfer_backend.transport.keeper import Keeper
-from flashinfer_backend.transport.seen import SeenTable
 from flashinfer_backend.triton_server.adapters import TaskThread
 from flashinfer_backend.triton_server.bounds import check_json_logits
 from flashinfer_backend.triton_server.metrics import Metrics
@@ -76,7 +76,7 @@ class TritonPythonModel:
             folder, config.replicas, Keeper(folder, owner, config, stays=by_serve),
             config.enable_kv_cache_reuse, config.stats_check_period_ms / 1000, on_stop=self._responder.stop,
         )  # fmt: skip
-        self._responder.seen = SeenTable(folder, os.getpid())
+        self._responder.marks = marks = DeliveryMarks(folder, os.getpid())
         self._standstill = Standstill(processes_dir(owner))
         self._responder.metrics = Metrics(
             pb_utils, self._name, args["model_version"], folder, lambda: self._engines.statuses,
@@ -86,7 +86,7 @@ class TritonPythonModel:
         name = self._parameters.get("postprocessing_model_name", "postprocessing")
         probe = self._responder.probe = postprocessing_probe(pb_utils, name)
         self._watch = ClientWatch(
-            self._responder.open_requests, self._engines.cancel, self._responder.seen, probe, period_ms / 1000
+            self._responder.open_requests, self._engines.cancel, marks, probe, period_ms / 1000
         )
         try:
             status = self._engines.wait_ready()
@@ -122,7 +122,7 @@ class TritonPythonModel:
             self._storing.close()
         self._standstill.close()
         self._watch.close()
-        self._responder.seen.close()
+        self._responder.marks.close()
         self._engines.close()
         self._responder.close()
         self._responder.metrics.close()

@@ -13,7 +13,7 @@ from flashinfer_backend.core.paths import owner_pid, processes_dir, resolve_mode
 from flashinfer_backend.text.chunk import NO_LIMIT, PackedChunk, unpack_chunk
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
-from flashinfer_backend.transport.seen import SeenMarker
+from flashinfer_backend.transport.delivery_marks import DeliveryMarker
 from flashinfer_backend.triton_server.bounds import check_tensors
 from flashinfer_backend.triton_server.parameters import flag_parameter, read_parameters, required_parameter
 from flashinfer_backend.triton_server.standstill import Standstill
@@ -89,7 +89,7 @@ class TritonPythonModel:
             flag_parameter(parameters, "skip_special_tokens", default=True),
         )
         owner = owner_pid()
-        self._seen = SeenMarker(run_dir(owner, parameters.get("llm_model_name", DEFAULT_LLM_MODEL)))
+        self._marker = DeliveryMarker(run_dir(owner, parameters.get("llm_model_name", DEFAULT_LLM_MODEL)))
         self._standstill = Standstill(processes_dir(owner))
 
     def execute(self, requests: list[Any]) -> list[Any]:
@@ -108,7 +108,7 @@ class TritonPythonModel:
             arrived = chunks(inputs)
             # The llm step learns from what is missing here that a client has left (watch.py).
             for chunk in arrived:
-                self._seen.mark(chunk.handle, chunk.sent_ns)
+                self._marker.mark(chunk.handle, chunk.sent_ns)
             texts = [chunk_text(self._decoder, chunk) for chunk in arrived]
             texts = texts or whole_texts(self._decoder, inputs)
             output = np.array([text.encode() for text in texts], dtype=np.object_)

@@ -14,8 +14,8 @@ from typing import Any
 
 from flashinfer_backend.serving.engines import Engines
 from flashinfer_backend.serving.generation import Chunk
+from flashinfer_backend.transport.delivery_marks import DeliveryMarks
 from flashinfer_backend.transport.orphans import SHARED_MEMORY, find_stub
-from flashinfer_backend.transport.seen import SeenTable
 from flashinfer_backend.triton_server.metrics import Metrics
 from flashinfer_backend.triton_server.outputs import chunk_outputs
 from flashinfer_backend.triton_server.sequence import OpenRequest, Sequence
@@ -48,7 +48,7 @@ class Responder:
     def __init__(self, pb_utils: Any) -> None:
         """pb_utils: the module triton_python_backend_utils."""
         self.engines: Engines  # these are set once they exist; the engines' links refer to us
-        self.seen: SeenTable
+        self.marks: DeliveryMarks
         self.metrics: Metrics
         self.probe: Callable[[], bool]  # waits until the server has sent what postprocessing got before
         self._pb = pb_utils
@@ -140,10 +140,10 @@ class Responder:
         ended does not wait: postprocessing gets no chunk of a client that has left."""
         if not sequence.sent_at or sequence.ending or not sequence.request.in_ensemble:
             return False
-        if sequence.sent_at - self.seen.newest(sequence.handle) <= AHEAD_NS:
+        if sequence.sent_at - self.marks.newest(sequence.handle) <= AHEAD_NS:
             return False
         # The server gives postprocessing no chunk of a client that has not requested its text.
-        unseen = not self.seen.last(sequence.handle)
+        unseen = not self.marks.last(sequence.handle)
         if unseen and sequence.request.waited:
             return False
         waits = time.monotonic_ns() - sequence.sent_at < MOST_WAIT_NS
@@ -175,7 +175,7 @@ class Responder:
         )  # fmt: skip
         tensors = [self._pb.Tensor(name, value) for name, value in outputs.items()]
         if not sequence.sent_at:
-            self.seen.begin(sequence.handle, now)
+            self.marks.begin(sequence.handle, now)
         final = False
         if chunk.last:
             request.remaining -= 1

@@ -3,8 +3,8 @@
 
 The server tells which direct clients are gone, but no running step of an ensemble that its client is. What it
 does: the dynamic batcher refuses the steps that are scheduled from then on, so postprocessing no longer gets
-the chunks of that client. Postprocessing notes the chunks it gets (transport/seen.py). A chunk that was sent
-and not seen is either refused or still queued; the queue is first in, first out, and answers in order
+the chunks of that client. Postprocessing marks what it gets (transport/delivery_marks.py). A chunk that was
+sent and not marked is either refused or still queued; the queue is first in, first out, and answers in order
 (preserve_ordering), so once a probe sent after it has come back it was refused.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from flashinfer_backend.transport.seen import SeenTable
+from flashinfer_backend.transport.delivery_marks import DeliveryMarks
 from flashinfer_backend.triton_server.sequence import OpenRequest
 
 # Sequences that one check looks at. More would keep the interpreter from the sender threads for too long, and
@@ -29,10 +29,10 @@ CLOSE_S = 1.0  # the thread may wait indefinitely for a killed server
 class DepartedClients:
     """Compares what was sent with what was seen, from one round of checks to the next."""
 
-    def __init__(self, seen: SeenTable, probe: Callable[[], bool]) -> None:
+    def __init__(self, marks: DeliveryMarks, probe: Callable[[], bool]) -> None:
         """probe: sends postprocessing a request through the server and waits for the answer; False
         when that failed, which proves nothing."""
-        self._seen = seen
+        self._marks = marks
         self._probe = probe
         self._sent_before: dict[int, int] = {}  # what the checks of the previous round were told
         self._sent_now: dict[int, int] = {}  # and those of this round
@@ -47,13 +47,13 @@ class DepartedClients:
         given one period.
         """
         before = self._sent_before
-        missed = {h: before[h] for h in sent if h in before and self._seen.last(h) < before[h]}
+        missed = {h: before[h] for h in sent if h in before and self._marks.last(h) < before[h]}
         self._sent_now.update(sent)
         if round_ends:
             self._sent_before, self._sent_now = self._sent_now, {}
         if not missed or not self._probe():
             return []
-        return [handle for handle, time in missed.items() if self._seen.last(handle) < time]
+        return [handle for handle, time in missed.items() if self._marks.last(handle) < time]
 
 
 class ClientWatch:
@@ -67,13 +67,13 @@ class ClientWatch:
         self,
         open_requests: Callable[[], list[OpenRequest]],
         cancel: Callable[[int], None],
-        seen: SeenTable,
+        marks: DeliveryMarks,
         probe: Callable[[], bool],
         period_s: float,
     ) -> None:
         """cancel: ends the sequence with a handle. period_s: 0 never looks."""
         self._open_requests, self._cancel = open_requests, cancel
-        self._seen, self._departed = seen, DepartedClients(seen, probe)
+        self._marks, self._departed = marks, DepartedClients(marks, probe)
         self._period_s = period_s
         self._round: list[OpenRequest] = []  # those that this round has not come to, the next one last
         self._closing = threading.Event()
@@ -100,7 +100,7 @@ class ClientWatch:
                 request.cancel_all()
         for handle in self._departed.check(sent, round_ends=not self._round):
             request = requests[handle]
-            request.unread = not any(self._seen.last(s.handle) for s in request.sequences if s.sent_at)
+            request.unread = not any(self._marks.last(s.handle) for s in request.sequences if s.sent_at)
             self._cancel(handle)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What postprocessing last had of each sequence, in memory shared with the llm stubs.
+"""Marks of the chunks that postprocessing has had of each sequence, in memory shared with the llm stubs.
 
-`<run dir>/seen-<pid>` belongs to the llm stub with that pid: int64 [2, ENTRIES], CLOCK_MONOTONIC times in
+`<run dir>/marks-<pid>` belongs to the llm stub with that pid: int64 [2, ENTRIES], CLOCK_MONOTONIC times in
 nanoseconds. For the sequence with that local id (modulo ENTRIES): when a chunk of it was last seen, 0 for
 never, and when the newest of those was sent. A sequence that finds its entry used by another only looks
 alive, and keeping up, for longer.
@@ -24,10 +24,10 @@ LOOK_AGAIN_NS = 1_000_000_000  # how often postprocessing looks which stubs are 
 
 
 def _path(run_dir: Path, pid: int) -> Path:
-    return run_dir / f"seen-{pid}"
+    return run_dir / f"marks-{pid}"
 
 
-class SeenTable:
+class DeliveryMarks:
     """An llm stub's own table; made anew, so it has to exist before the stub's first chunk. Raises OSError
     where there is no room for it."""
 
@@ -60,7 +60,7 @@ class Map(NamedTuple):
     times: np.ndarray
 
 
-class SeenMarker:
+class DeliveryMarker:
     """Postprocessing's access to the tables of all llm stubs."""
 
     def __init__(self, run_dir: Path) -> None:
