@@ -198,6 +198,7 @@ def test_what_clients_of_vllm_send(client: openai.OpenAI) -> None:
         ({"allowed_token_ids": [2048]}, "allowed_token_ids holds 2048; token ids should lie in 0..2047"),
         ({"request_id": "mine\n"}, "request_id: "),
         ({"guided_regex": "a(?=b)"}, "400 - guided_regex is not a valid regex: "),
+        ({"guided_regex": "(([a-z ,]{1,60}){1,60}){1,60}"}, "400 - following the grammar failed after"),
         ({"allowed_token_ids": [one], "guided_regex": "[^ ]{3}0"}, "allowed_token_ids leaves no token"),
     ):
         with pytest.raises(openai.BadRequestError, match=words):

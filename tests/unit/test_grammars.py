@@ -22,7 +22,7 @@ from flashinfer_backend.core.bounds import GRAMMAR, GrammarBounds
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.structured.compiler import HEAD, GrammarCompiler, TokenTexts, Vocabulary, token_bytes
 from flashinfer_backend.structured.ebnf import lark_grammar
-from flashinfer_backend.structured.grammar import Grammar, GrammarError
+from flashinfer_backend.structured.grammar import Grammar, GrammarError, is_of_the_guide
 from flashinfer_backend.structured.masks import Move, SequenceGrammars
 from flashinfer_backend.structured.regex import few_words
 from flashinfer_backend.text.tokenizer import TextTokenizer
@@ -365,6 +365,7 @@ def test_a_matcher_ends_with_words_where_following_takes_too_much(compiler, kind
         if (problem := grammar.advance([token]) or grammar.fill()) is not None:
             break
     assert re.search(f"after [0-9]+ tokens: .*{words}.*write it with fewer", str(problem))
+    assert is_of_the_guide(str(problem))
 
 
 @pytest.mark.parametrize("back", ["", ' | "(" root ")"'])

@@ -24,7 +24,7 @@ from flashinfer_backend.engine.profiling import Profiling
 from flashinfer_backend.engine.start import Core
 from flashinfer_backend.models.adapters import Adapter
 from flashinfer_backend.scheduler.invariants import InvariantChecker
-from flashinfer_backend.structured.grammar import Grammar
+from flashinfer_backend.structured.grammar import Grammar, is_of_the_guide
 from flashinfer_backend.structured.preparation import GrammarPreparation
 from flashinfer_backend.transport import protocol
 from flashinfer_backend.transport.engine_socket import EngineSocket
@@ -255,7 +255,7 @@ class EngineLoop:
         """End the sequence that has a slot."""
         request = self.scheduler.table.requests[slot]
         if request is not None:
-            if why != NO_TOKEN_LEFT:  # what the client asked for
+            if why != NO_TOKEN_LEFT and not is_of_the_guide(why):  # what the client asked for
                 log.error("request %d failed: %s", request.handle, why)
             self.scheduler.release(request)
             self._send_failure(request, why)

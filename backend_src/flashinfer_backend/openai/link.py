@@ -19,6 +19,7 @@ from flashinfer_backend.openai.arguments import LOGITS_ROOM
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.serving.engines import Engines
 from flashinfer_backend.serving.generation import Chunk, Generation, GenerationRequest
+from flashinfer_backend.structured.grammar import is_of_the_guide
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.transport import endpoint, protocol
 from flashinfer_backend.transport.endpoint import LEADS, EngineDown
@@ -308,6 +309,8 @@ def failure(stream: Stream) -> ApiError:
     if stream.refused and message.startswith(OTHER_GUIDE):
         field = stream.row.guide_field
         return ApiError(field + message.removeprefix(OTHER_GUIDE), param=field)
+    if is_of_the_guide(message):
+        return ApiError(message, param=stream.row.guide_field)
     if message == NO_TOKEN_LEFT:
         return ApiError(message, param="allowed_token_ids")
     if stream.refused and message.startswith(protocol.QUEUE_TIMEOUT):

@@ -20,6 +20,7 @@ class GrammarError(ValueError):
 SOURCE_PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 TOO_COMPLEX = ("too many", "too complex", "limit", "items; max", "fuel")
 NO_TOKEN = "the grammar allows no token of this model's vocabulary after {} tokens"
+AT_A_LIMIT = "following the grammar failed after {} tokens: {}"
 FORCED_WORDS = 8  # words of a mask that have the tokens which spell one text
 ADVICE = "repetitions within repetitions and broad alternatives are ambiguous, write it with fewer of them"
 
@@ -149,7 +150,12 @@ class Grammar:
         reason = matcher_error(self.matcher)
         if reason.startswith("NoExtension"):
             return NO_TOKEN.format(self.tokens)
-        return f"following the grammar failed after {self.tokens} tokens: {reason}"
+        return AT_A_LIMIT.format(self.tokens, reason)
+
+
+def is_of_the_guide(problem: str) -> bool:
+    """Whether a sequence cannot go on because of what its client sent as a guide."""
+    return problem.startswith(tuple(words.partition("{")[0] for words in (NO_TOKEN, AT_A_LIMIT)))
 
 
 def matcher_error(matcher: Any) -> str:
