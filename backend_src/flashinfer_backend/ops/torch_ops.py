@@ -390,8 +390,8 @@ def note_tokens(noted: Tensor, tokens: Tensor, slots: Tensor, positions: Tensor)
 
 def noted_inputs(
     noted: Tensor, slots: Tensor, behind: Tensor, turns: int, state: BySlot
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The last behind[i] tokens of each of `slots`, as note_tokens noted them: (tokens, positions,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Where the last behind[i] tokens of each of `slots` were, as note_tokens noted them: (positions,
     cache_locations, the token behind each, int32 [s * turns] each; rows of noted.view(-1), int64), padded to
     `turns` of each slot.
 
@@ -408,9 +408,7 @@ def noted_inputs(
     blocks = block_table[owners, positions // block_size]
     locations = torch.where(valid, blocks * block_size + positions % block_size, 0)
     rows = owners.long() * columns + positions % columns
-    found = noted.view(-1)[rows], positions, locations, follow, rows
-    tokens, positions, locations, follow, rows = (column.flatten() for column in found)
-    return tokens, positions, locations, follow, rows
+    return positions.flatten(), locations.flatten(), follow.flatten(), rows.flatten()
 
 
 def accept(

@@ -238,7 +238,7 @@ def note_tokens(noted: Tensor, tokens: Tensor, slots: Tensor, positions: Tensor)
     do_not_specialize=["count", "turns", "columns"], do_not_specialize_on_alignment=["slots", "behind"]
 )
 def _noted_inputs(
-    noted, slots, behind, lengths, last_token, block_table, tokens, positions, locations, follow, rows,
+    noted, slots, behind, lengths, last_token, block_table, positions, locations, follow, rows,
     count, turns, columns, table_stride, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -250,12 +250,10 @@ def _noted_inputs(
     valid = (turn < taken) & (position >= 0)
     position = tl.where(valid, position, 0)
     row = slot * columns + position % columns
-    token = tl.load(noted + row, mask=inside, other=0)
     last = tl.load(last_token + slot, mask=inside, other=0)
     next_token = tl.load(noted + slot * columns + (position + 1) % columns, mask=inside, other=0)
     block = tl.load(block_table + slot * table_stride + position // BLOCK_SIZE, mask=inside, other=0)
     location = tl.where(valid, block * BLOCK_SIZE + position % BLOCK_SIZE, 0)
-    tl.store(tokens + index, token, mask=inside)
     tl.store(positions + index, position, mask=inside)
     tl.store(locations + index, location, mask=inside)
     tl.store(follow + index, tl.where(turn == taken - 1, last, next_token), mask=inside)
@@ -264,19 +262,19 @@ def _noted_inputs(
 
 def noted_inputs(
     noted: Tensor, slots: Tensor, behind: Tensor, turns: int, state: BySlot
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See ops.torch_ops.noted_inputs."""
     count, (last_token, lengths, _, block_table, block_size) = slots.shape[0] * turns, state
-    tokens, positions, locations, follow = (
-        torch.empty(count, dtype=torch.int32, device=slots.device) for _ in range(4)
+    positions, locations, follow = (
+        torch.empty(count, dtype=torch.int32, device=slots.device) for _ in range(3)
     )
     rows = torch.empty(count, dtype=torch.int64, device=slots.device)
     _noted_inputs[(triton.cdiv(count, _TOKENS),)](
-        noted, slots, behind, lengths, last_token, block_table, tokens, positions, locations, follow, rows,
+        noted, slots, behind, lengths, last_token, block_table, positions, locations, follow, rows,
         count, turns, noted.shape[1], block_table.stride(0),
         BLOCK_SIZE=block_size, TOKENS=_TOKENS, num_warps=4,
     )  # fmt: skip
-    return tokens, positions, locations, follow, rows
+    return positions, locations, follow, rows
 
 
 @triton.jit(

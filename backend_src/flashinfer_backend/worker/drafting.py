@@ -120,7 +120,7 @@ class Drafting:
         self._behind[slots] = 0
         uploaded, turns = state.staging.upload([slots, counts]).view(2, -1), int(counts.max())
         own = *uploaded, turns, state.by_slot
-        _, positions, locations, follow, noted = state.ops.noted_inputs(state.tokens, *own)
+        positions, locations, follow, noted = state.ops.noted_inputs(state.tokens, *own)
         none = uploaded.new_empty(0)
         step = DraftStep(
             positions=positions,
