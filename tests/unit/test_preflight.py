@@ -33,18 +33,8 @@ def stub(tmp_path):
     (tmp_path / "library.c").write_text("int library_says(void) { return 0; }")
     (tmp_path / "program.c").write_text("int library_says(void); int main(void) { return library_says(); }")
     library = place / "libunknown-here.so.1.0"
-    subprocess.run(
-        [
-            C_COMPILER,
-            "-shared",
-            "-fPIC",
-            f"-Wl,-soname,{library.name}",
-            "-o",
-            library,
-            tmp_path / "library.c",
-        ],
-        check=True,
-    )
+    shared = f"-shared -fPIC -Wl,-soname,{library.name}"
+    subprocess.run([C_COMPILER, *shared.split(), "-o", library, tmp_path / "library.c"], check=True)
     (place / name).write_bytes(b"")  # by which LIBDIR is known to be that of a shared Python
     folder = tmp_path / "backends/python"
     folder.mkdir(parents=True)
@@ -121,13 +111,8 @@ def test_numpy_2_is_refused_where_the_server_cannot_read_its_strings():
 def test_servers_that_swap_answers_take_one_postprocessing(version, swaps, tmp_path):
     server = Installation(Path("server"), version=version)
     for count in (1, 2):
-        arguments = [
-            "--output",
-            str(tmp_path / str(count)),
-            "--set",
-            f"postprocessing_instance_count={count}",
-        ]
-        assert cli.main(MODEL_REPO, arguments) == 0
+        one = ["--set", f"postprocessing_instance_count={count}"]
+        assert cli.main(MODEL_REPO, ["--output", str(tmp_path / str(count)), *one]) == 0
     preflight.check_ordering(server, tmp_path / "1")
     if swaps:
         with pytest.raises(ServeError, match=r"postprocessing has 2: .*postprocessing_instance_count=1"):

@@ -241,26 +241,24 @@ def repository(tmp_path_factory):
     return folder
 
 
-def test_several_names_of_the_model_are_passed_on(repository):
-    options = serve._parser().parse_args(
-        ["--model-repository", "r", "--openai-port", "9000", "--openai-served-model-name", "one"]
-        + ["--openai-served-model-name", "two", "--openai-max-prompt-bytes", "0"]
-    )
+def passed_on(repository, *given):
+    """What the OpenAI API's processes are told."""
+    options = serve._parser().parse_args(["--model-repository", "r", "--openai-port", "9000", *given])
     door = OpenAiDoor(options, addresses.resolve("127.0.0.1"))
     door.configure(repository)
-    told = door._parent._options
+    return door._parent._options
+
+
+def test_several_names_of_the_model_are_passed_on(repository):
+    names = "--openai-served-model-name"
+    told = passed_on(repository, names, "one", names, "two", "--openai-max-prompt-bytes", "0")
     model = told.models[0]
     assert (model.names, model.max_prompt_bytes, told.receive_s) == (["one", "two"], 0, RECEIVE_S)
 
 
-@pytest.mark.parametrize(("given", "passed_on"), [([], 4), (["--drain-seconds", "19.5"], 20)])
-def test_requests_of_the_openai_api_have_the_time_to_end_that_those_of_the_server_have(
-    repository, given, passed_on
-):
-    options = serve._parser().parse_args(["--model-repository", "r", "--openai-port", "9000", *given])
-    door = OpenAiDoor(options, addresses.resolve("127.0.0.1"))
-    door.configure(repository)
-    assert door._parent._options.drain_s == passed_on
+def test_requests_of_the_openai_api_have_the_time_to_end_that_those_of_the_server_have(repository):
+    assert passed_on(repository).drain_s == 4
+    assert passed_on(repository, "--drain-seconds", "19.5").drain_s == 20
 
 
 def test_places_that_the_backend_cannot_start_from_are_refused(tmp_path, capsys):
