@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints with weights of 4 bits through the real engine, against a float64 model of what they mean."""
+"""Checkpoints with weights of 4 bits through the real engine, against a float64 model of what they mean.
+MXFP4 is compared with transformers, with the same numbers in float32."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
 
-from engine.harness import start_core
+from engine.harness import serve, start_core
 from engine.ranks_in_threads import start_ranks
 from engine.test_fp8 import answers
+from engine.test_generate import GREEDY, make_prompts, reference
 from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.engine.start import Core
 from flashinfer_backend.models.errors import UnsupportedModelError
@@ -18,6 +24,7 @@ from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import WeightsError, load_weights
 from flashinfer_backend.ops import torch_ops
 from int4_checkpoints import INT4_LAYOUTS, make_int4
+from mxfp4_checkpoints import make_mxfp4
 from quantised import PROMPTS, Quantised
 
 CASES = [(layout, "llama") for layout in INT4_LAYOUTS if layout != "gptq-qwen3.5"] + [
@@ -84,3 +91,51 @@ def test_groups_that_ranks_would_cut_are_refused(layout, size, problem, tmp_path
     with pytest.raises((UnsupportedModelError, WeightsError), match=problem):
         config = read_spec(folder).share(Shard(size - 1, size))
         load_weights(Transformer(config, torch_ops, "float32", "cpu"), folder)
+
+
+@pytest.mark.parametrize(("ranks", "groups"), [(1, 1), (2, 1), (2, 2)])
+def test_mxfp4_gives_the_ids_of_transformers(ranks, groups, tmp_path, monkeypatch):
+    """On two ranks an expert's columns are cut between groups of 32, and one rank adds its bias; or each rank
+    has whole experts."""
+    folder, dense = make_mxfp4(tmp_path, intermediate_size=96 if groups == 2 else 128)
+    prompts = make_prompts(4)
+    if ranks == 1:
+        core = start_core(folder, max_num_seqs=4, max_seq_len=160)
+    else:
+        core = start_ranks(folder, ranks, monkeypatch, expert_groups=groups)
+    with serve(core, tmp_path / "run") as client:
+        assert client.generate(prompts, GREEDY) == reference(dense, prompts)
+    core.close()
+
+
+def test_transformers_reads_the_same_numbers_of_mxfp4(tmp_path):
+    """So the layout is the published one."""
+    folder, dense = make_mxfp4(tmp_path)
+    how = transformers.Mxfp4Config(dequantize=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, quantization_config=how
+    )
+    expected = load_file(dense / "model.safetensors")["model.layers.1.mlp.experts.gate_up_proj"]
+    found = dict(model.named_parameters())["model.layers.1.mlp.experts.gate_up_proj"]
+    torch.testing.assert_close(found.float(), expected, rtol=0, atol=0)
+
+
+def test_mxfp4_that_cannot_be_read_is_refused(tmp_path):
+    folder, _ = make_mxfp4(tmp_path)
+    with pytest.raises(
+        UnsupportedModelError, match=r"down_proj would have 48 columns on each of 2 ranks; in"
+    ):
+        read_spec(folder).share(Shard(0, 2))
+    config = folder / "config.json"
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.experts.down_proj_scales"][2, 3, 1] = 255
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(WeightsError, match=r"down_proj_scales has scales above 128 \(2"):
+        load_weights(Transformer(read_spec(folder), torch_ops, "float32", "cpu"), folder)
+    written = json.loads(config.read_text())
+    written["quantization_config"]["modules_to_not_convert"].pop(0)
+    config.write_text(json.dumps(written))
+    with pytest.raises(
+        UnsupportedModelError, match=r"q_proj.* should not be in MXFP4.*modules_to_not_convert"
+    ):
+        read_spec(folder)

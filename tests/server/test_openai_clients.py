@@ -1,12 +1,129 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What other programs send to the OpenAI API, replayed."""
+"""What other programs send to the OpenAI API, replayed. codex_requests.json has requests of Codex CLI (`codex
+exec` 0.169.0) with a scripted model, its texts cut."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from openai_server import OpenAiServer, events
+import openai
+import pytest
+from openai_server import KEY, OpenAiServer, events
+
+RECORDED: list[Any] = json.loads(Path(__file__).with_name("codex_requests.json").read_text())
+
+
+@pytest.fixture
+def client(scripted: OpenAiServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{scripted.url}/v1", api_key=KEY, max_retries=0) as made:
+        yield made
+
+
+def test_a_session_with_a_call(client: openai.OpenAI) -> None:
+    def answered(body: Any) -> Any:
+        events = list(
+            client.post("/responses", body=body, cast_to=object, stream=True, stream_cls=openai.Stream[Any])
+        )
+        assert events[-1]["type"] == "response.completed"
+        return events[-1]["response"]
+
+    first = answered(RECORDED[0])
+    (call,) = first["output"]
+    assert (call["type"], call["name"], call["arguments"]) == (
+        "function_call",
+        "exec_command",
+        '{"cmd": "cat note.txt"}',
+    )
+    offered = [tool["type"] for tool in RECORDED[0]["tools"]]
+    assert "web_search" in offered
+    assert [tool["type"] for tool in first["tools"]] == [kind for kind in offered if kind != "web_search"]
+    (message,) = answered(RECORDED[1])["output"]
+    assert message["content"][0]["text"] == "The note says: water the plants."
+
+
+def test_namespaces(scripted: OpenAiServer, client: openai.OpenAI) -> None:
+    close = {"type": "function", "name": "close", "parameters": {"type": "object", "properties": {}}}
+    space = {"type": "namespace", "name": "agents", "description": "Agents", "tools": [close]}
+    patch = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}
+    patches = {"type": "custom", "name": "apply_patch", "format": patch}
+    more: Any = {"tools": [space, patches], "input": "Close it."}
+    (call,) = client.responses.create(model="scripted", **more).output
+    assert (call.type, call.namespace, call.name) == ("function_call", "agents", "close")  # type: ignore[union-attr]
+    more["tool_choice"] = {"type": "function", "namespace": "agents", "name": "close"}
+    (forced,) = client.responses.create(model="scripted", **more).output
+    assert (forced.namespace, forced.name) == ("agents", "close")  # type: ignore[union-attr]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "Closed."}  # type: ignore[union-attr]
+    turns = [{"role": "user", "content": "Close it."}, call.to_dict(), result]
+    assert (
+        client.responses.create(model="scripted", **{"tools": [space], "input": turns}).output_text
+        == "It is closed."
+    )
+    assert "tools of type custom with a Lark grammar are left out" in scripted.log
+    wrong = {"input": "x", "tools": [{"type": "web_search"}, {**space, "tools": [{**close, "name": "a b"}]}]}
+    assert "tools[1].tools[0].name is" in scripted.error("/v1/responses", wrong, KEY)[1]
+    for tool in ({**space, "tools": [space]}, {"type": "namespace"}, {"type": "other"}):
+        status, message, param, _ = scripted.error("/v1/responses", {"input": "x", "tools": [tool]}, KEY)
+        assert status == 400 and param.startswith("tools[0].") and message.startswith("tools[0].")
+
+
+def test_custom_tools(scripted: OpenAiServer, client: openai.OpenAI) -> None:
+    tool: Any = {"type": "custom", "name": "write_sql", "description": "SQL"}
+    turns: list[Any] = [{"role": "user", "content": "Write it."}]
+    with client.responses.stream(model="scripted", tools=[tool], input=turns) as stream:
+        events = [event.to_dict() for event in stream]
+        answer = stream.get_final_response()
+    (call,) = answer.output
+    assert call.type == "custom_tool_call" and call.id and call.id.startswith("ctc_")
+    assert (call.name, call.input) == ("write_sql", 'SELECT "a";')
+    assert events[2]["item"] == {**call.to_dict(), "input": "", "status": "in_progress"}
+    told = [event for event in events if "custom_tool_call_input" in str(event["type"])]
+    assert [(event["type"], event.get("delta"), event.get("input")) for event in told] == [
+        ("response.custom_tool_call_input.delta", call.input, None),
+        ("response.custom_tool_call_input.done", None, call.input),
+    ]
+    assert answer.tools[0].to_dict() == tool
+    output = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "Done."}
+    turns += [call.to_dict(), output]
+    assert (
+        client.responses.create(model="scripted", tools=[tool], input=turns).output_text == "It was written."
+    )
+    # In a namespace; and arguments without an input are all that the model wrote.
+    space: Any = {"type": "namespace", "name": "db", "tools": [{**tool, "name": "note"}]}
+    (call,) = client.responses.create(model="scripted", tools=[space], input="Note it.").output
+    told = call.to_dict()
+    assert (told["namespace"], told["name"], told["input"]) == ("db", "note", '{"text": 1}')
+    for number in (1, 2):
+        regex = {"type": "grammar", "syntax": "regex", "definition": "^(?P<word>[ab]+)-[0-9]{2}$"}
+        asked: Any = {"tools": [{**tool, "format": regex}], "max_output_tokens": 60, "temperature": 1.5}
+        choices = (None, "required", {"type": "custom", "name": "write_sql"})
+        found = client.responses.create(
+            model="scripted",
+            input="Write.",
+            tool_choice=choices[number],
+            **asked,
+            extra_body={"seed": number},
+        )
+        (call,) = found.output
+        assert call.type == "custom_tool_call"
+        assert found.status == "completed" and re.fullmatch("[ab]+-[0-9]{2}", call.input)
+    for wrong, words in (
+        ({"format": {"type": "grammar", "syntax": "regex", "definition": "(?<=a)b"}}, "format.definition: "),
+        ({"format": {"type": "grammar", "syntax": "regex"}}, "format should have the syntax regex"),
+        ({"format": {"type": "json"}}, 'format.type is "json"'),
+        ({"format": {"type": "text", "syntax": "regex"}}, "format.syntax is not a field of"),
+        ({"parameters": {}}, "parameters is not a field of a custom tool"),
+    ):
+        status, message, *_ = scripted.error(
+            "/v1/responses", {"input": "x", "tools": [{**tool, **wrong}]}, KEY
+        )
+        assert status == 400 and message.startswith(f"tools[0].{words}")
+    item = {"type": "custom_tool_call", "call_id": "1", "name": "write_sql"}
+    assert "input[0].input is null" in scripted.error("/v1/responses", {"input": [item]}, KEY)[1]
+
 
 CHAT = "/v1/chat/completions"
 PARIS = {"role": "user", "content": "What is the capital of France?"}
