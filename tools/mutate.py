@@ -62,7 +62,7 @@ TESTS = {
     "transport/prefixes": "unit/test_router.py",
     "transport/rundir": "unit/test_keeper.py unit/test_orphans.py unit/test_other_users.py",
     "transport/delivery_marks": "unit/test_departed.py",
-    "transport/stand_in": "unit/test_probe.py",
+    "transport/maintenance_server": "unit/test_probe.py",
     "structured": (
         "unit/test_json_schema.py unit/test_grammars.py unit/test_strict_calls.py "
         "engine/test_preparations.py engine/test_guided.py"

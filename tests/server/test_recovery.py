@@ -28,7 +28,7 @@ from contract import decode, greedy
 from running import EngineWatch, Server, build_repository, plain_command, running, wait_for
 
 from flashinfer_backend.core.paths import resolve_model_dir
-from flashinfer_backend.transport.stand_in import RESTARTING
+from flashinfer_backend.transport.maintenance_server import RESTARTING
 
 ENDLESS = {"text_input": PROMPT, "stream": True, "end_id": 1048576}
 

@@ -85,7 +85,7 @@ HANGS = "import time; time.sleep(60)"
 @pytest.mark.parametrize(
     ("end", "said"), [(STOPS, "has been stopped for"), (HANGS, "has not come to its event loop for")]
 )
-def test_a_process_that_is_stopped_or_hangs_is_killed_and_a_stand_in_answers(
+def test_a_process_that_is_stopped_or_hangs_is_killed_and_a_maintenance_server_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], end: str, said: str
 ) -> None:
     """The first and the second; then one is waited for, and connections are answered meanwhile."""

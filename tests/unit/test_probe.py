@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The liveness probe and the stand-in, against servers that answer in every way."""
+"""The liveness probe and the maintenance server, against servers that answer in every way."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 from answering import answering, response
 from flashinfer_backend.launch.probe import problem
-from flashinfer_backend.transport.stand_in import RESTARTING, stand_in
+from flashinfer_backend.transport.maintenance_server import RESTARTING, maintenance_server
 
 LOCAL = ipaddress.ip_address("127.0.0.1")
 
@@ -80,38 +80,38 @@ def listen(port: int = 0) -> socket.socket:
 
 
 def outcomes(port: int) -> set[str]:
-    """What twenty new connections get: an answer of the stand-in, or none."""
+    """What twenty new connections get: an answer of the maintenance server, or none."""
     found = set()
     for _ in range(20):
         try:
             urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/health/ready", timeout=0.2)
         except urllib.error.HTTPError as error:
             assert error.code == 503 and json.loads(error.read()) == {"error": RESTARTING}
-            found.add("stand-in")
+            found.add("maintenance")
         except OSError:
             found.add("other")
             break
     return found
 
 
-def test_the_stand_in_has_the_family_of_its_address() -> None:
+def test_the_maintenance_server_has_the_family_of_its_address() -> None:
     with socket.socket(socket.AF_INET6) as unused:
         unused.bind(("::1", 0))
         port = unused.getsockname()[1]
     with (
-        stand_in(ipaddress.ip_address("::1"), port),
+        maintenance_server(ipaddress.ip_address("::1"), port),
         urllib.request.urlopen(f"http://[::1]:{port}/v2/health/live", timeout=120) as answer,
     ):
         assert answer.status == 200
 
 
-def test_the_stand_in_answers_until_the_next_server_listens() -> None:
+def test_the_maintenance_server_answers_until_the_next_server_listens() -> None:
     old = listen()
     port = old.getsockname()[1]
-    with stand_in(LOCAL, port):
-        assert outcomes(port) == {"stand-in"}  # although the old server still listens
+    with maintenance_server(LOCAL, port):
+        assert outcomes(port) == {"maintenance"}  # although the old server still listens
         old.close()
-        assert outcomes(port) == {"stand-in"}
+        assert outcomes(port) == {"maintenance"}
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/health/live", timeout=120) as answer:
             assert answer.status == 200
         with pytest.raises(urllib.error.HTTPError, match="503"):

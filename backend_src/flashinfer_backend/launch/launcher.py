@@ -69,7 +69,7 @@ def command(
         *("--model-repository", str(repository)),
         *("--model-control-mode", "none"),  # no client loads models, all can list them
         *("--disable-auto-complete-config",),  # a process more for each model, only to learn nothing new
-        *("--reuse-http-port", "true"),  # with the stand-in
+        *("--reuse-http-port", "true"),  # with the maintenance server
         *("--exit-timeout-secs", str(math.ceil(drain_s) + 1)),
     ]
     if closed := ",".join(name for name in CLOSED if name not in opened):

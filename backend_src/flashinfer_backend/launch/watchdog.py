@@ -4,7 +4,7 @@
 tritonserver replaces no process that a model loses and goes on saying that it is ready, and this release has
 no sound way to reload a model (docs/notes/triton-server.md). So the end of a stub, of the engine or of the
 server itself has one answer: what is open gets an error, the server is ended with all its stubs, and started
-again. Between, a stand-in answers on the HTTP port.
+again. Between, a maintenance server answers on the HTTP port.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from flashinfer_backend.launch.openai_door import OpenAiDoor
 from flashinfer_backend.launch.server_run import ERRORS_S, TICK_S, Policy, ServerRun
 from flashinfer_backend.transport.addresses import Address, reachable_at
 from flashinfer_backend.transport.doors import OPENAI, TRITON, Doors
+from flashinfer_backend.transport.maintenance_server import maintenance_server
 from flashinfer_backend.transport.restarts import Restarts
-from flashinfer_backend.transport.stand_in import stand_in
 from flashinfer_backend.triton_server.standstill import Standstill
 
 GROWN = "The server is being started again; please try again."
@@ -58,7 +58,7 @@ class Watchdog:
         self._asked_at = 0.0  # when this process was told to stop; 0: not yet
         self._was_ready = False
         self._restarts = Restarts(policy.restarts)
-        self._stand_in = contextlib.ExitStack()  # open from a death until the server is ready again
+        self._maintenance = contextlib.ExitStack()  # open from a death until the server is ready again
 
     def run(self) -> int:
         """Until SIGINT, SIGTERM or SIGHUP, or until starting again is given up; the exit status."""
@@ -92,7 +92,7 @@ class Watchdog:
                 elif not self._restart_after(server, reason):
                     return 0 if self._asked_at else 1
         finally:
-            self._stand_in.close()
+            self._maintenance.close()
             self._door.close()
             self._doors.close()
             counting.close()
@@ -111,7 +111,7 @@ class Watchdog:
             if reason := server.problem():
                 return reason
             if not server.ready_at and server.look_ready():
-                self._stand_in.close()
+                self._maintenance.close()
                 self._doors.note(TRITON, True, self._started_again)
                 if self._was_ready:
                     _say("ready again")
@@ -124,8 +124,8 @@ class Watchdog:
     def _start_again(self, server: ServerRun, reason: str) -> None:
         """Ends a server that is well, once what is open has ended or had its time."""
         _say(f"{reason}; starting the server again")
-        self._stand_in.close()
-        self._stand_in.enter_context(stand_in(self._address, self._port))
+        self._maintenance.close()
+        self._maintenance.enter_context(maintenance_server(self._address, self._port))
         server.stop(time.monotonic(), GROWN, end_s=ERRORS_S)
 
     def _restart_after(self, server: ServerRun, reason: str) -> bool:
@@ -134,8 +134,8 @@ class Watchdog:
         delay = self._restarts.after(lived)
         if delay is not None:
             _say(f"{reason}; starting the server again" + (f" in {delay:g} s" if delay else ""))
-            self._stand_in.close()
-            self._stand_in.enter_context(stand_in(self._address, self._port))
+            self._maintenance.close()
+            self._maintenance.enter_context(maintenance_server(self._address, self._port))
         else:
             _say(f"{reason}; started again {self._policy.restarts} times in a row, giving up")
         server.fail_open_requests(LOST)

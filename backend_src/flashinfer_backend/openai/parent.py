@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps the door's processes running: they share a port, and each connects to the engine. One that
-ends, is stopped or hangs is replaced, with growing delays and without end; while all of them are down a
-stand-in says so. One that exits before any has served would do so again, and ends the door.
+ends, is stopped or hangs is replaced, with growing delays and without end; while all of them are down the
+maintenance server says so. One that exits before any has served would do so again, and ends the door.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from flashinfer_backend.openai.worker import NO_MODEL, WorkerOptions
 from flashinfer_backend.transport import rundir
 from flashinfer_backend.transport.addresses import Address, cut_stalled_clients, reachable_at
 from flashinfer_backend.transport.keeper import EngineStartError, Keeper, end_engines
+from flashinfer_backend.transport.maintenance_server import RESTARTING, maintenance_server
 from flashinfer_backend.transport.restarts import RESTARTS, STOPPED_S, Restarts, Stopped
-from flashinfer_backend.transport.stand_in import RESTARTING, stand_in
 
 POLL_S = 0.2
 STOOD_S = 2.0  # between two looks: then it is this process that stood still
@@ -67,7 +67,7 @@ class Parent:
         self._beat_at: dict[int, float] = {}  # when the event loop last turned
         self._stopped = Stopped()
         self._looked_at = time.monotonic()
-        self._stand_in = contextlib.ExitStack()  # open while no process runs
+        self._maintenance = contextlib.ExitStack()  # open while no process runs
         self._stopping = self._failed = False
         self._told = b""  # the beginning of a line
         self._read, self._notify = os.pipe()
@@ -95,7 +95,7 @@ class Parent:
         finally:
             if self._keeper is not None:
                 end_engines([Path(model.run_dir) for model in self._options.models])
-            self._stand_in.close()
+            self._maintenance.close()
             for listener in self._listeners.values():
                 listener.close()
             shutil.rmtree(metrics, ignore_errors=True)
@@ -138,7 +138,7 @@ class Parent:
             try:
                 if number not in self._listeners:
                     self._listen(number)
-                self._stand_in.close()
+                self._maintenance.close()
                 self._running[number] = self._start(self._listeners[number])
                 for waiting in set(self._again) & set(self._listeners):
                     if self._again[waiting] > time.monotonic():
@@ -208,7 +208,8 @@ class Parent:
         self._wait(number, ended, time.monotonic() - ready_at if ready_at is not None else 0.0)
 
     def _wait(self, number: int, reason: str, lived_s: float) -> None:
-        """Notes when the next process takes a place. Meanwhile others, or a stand-in, get its connections."""
+        """Notes when the next process takes a place. Meanwhile its connections go to others, or the
+        maintenance server."""
         delay = self._restarts[number].after(lived_s)
         if delay is None:
             _say(f"{reason}; that is once too often in a row, giving up")
@@ -219,13 +220,13 @@ class Parent:
         self._again[number] = time.monotonic() + delay
         if not delay:
             return  # connections wait for it
-        self._stand_in.close()
+        self._maintenance.close()
         for waiting in set(self._again) & set(self._listeners):
             if self._running:
                 self._listeners.pop(waiting).close()
             else:
                 here = self._address, self._port, _answer
-                self._stand_in.enter_context(stand_in(*here, self._listeners[waiting]))
+                self._maintenance.enter_context(maintenance_server(*here, self._listeners[waiting]))
 
     def _start(self, listener: socket.socket) -> subprocess.Popen[bytes]:
         options = msgspec.structs.replace(self._options, listener=listener.fileno(), notify=self._notify)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers on a door's HTTP port while nothing else does: tritonserver, or the processes of the OpenAI API,
-are being started again.
+"""Answers 503 on an API's HTTP port while tritonserver, or the processes of the OpenAI API, are being started
+again.
 
-tritonserver and its stand-in both listen with SO_REUSEPORT, so there is no moment at which a connection is
-refused. Of two sockets that listen, the one that came later is given all new connections: that is the
-stand-in while the old server ends, and the new server from the moment that it listens.
+tritonserver and its maintenance server both listen with SO_REUSEPORT, so there is no moment at which a
+connection is refused. Of two sockets that listen, the later one is given all new connections: that is the
+maintenance server while the old server ends, and the new server from the moment that it listens.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextlib.contextmanager
-def stand_in(
+def maintenance_server(
     address: Address, port: int, answer: Answer = triton_answer, listener: socket.socket | None = None
 ) -> Iterator[None]:
     """Answers until the block is left; not at all if the port is taken. listener: a socket that
