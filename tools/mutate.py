@@ -57,10 +57,10 @@ TESTS = {
     "transport/addresses": "unit/test_serve.py unit/test_router.py",
     "transport/gpus": "unit/test_router.py",
     "transport/loads": "unit/test_router.py",
-    "transport/orphans": "unit/test_orphans.py unit/test_other_users.py unit/test_watchdog.py",
+    "transport/stub_processes": "unit/test_stub_processes.py unit/test_other_users.py unit/test_watchdog.py",
     "transport/peers": "unit/test_keeper.py",
     "transport/prefixes": "unit/test_router.py",
-    "transport/rundir": "unit/test_keeper.py unit/test_orphans.py unit/test_other_users.py",
+    "transport/rundir": "unit/test_keeper.py unit/test_stub_processes.py unit/test_other_users.py",
     "transport/delivery_marks": "unit/test_departed.py",
     "transport/maintenance_server": "unit/test_probe.py",
     "structured": (

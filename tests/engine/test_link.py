@@ -25,7 +25,7 @@ from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.serving.engines import Engines
 from flashinfer_backend.transport import endpoint, protocol, records, rundir
 from flashinfer_backend.transport.endpoint import LINK_LOST, EngineDown
-from flashinfer_backend.transport.keeper import EngineStartError, Keeper
+from flashinfer_backend.transport.keeper_handle import EngineStartError, KeeperHandle
 from flashinfer_backend.transport.records import EngineRecord
 from waiting import wait_for
 
@@ -73,7 +73,7 @@ def connect(
     """As a stub's link, to one engine or several. program: another one for the engine."""
     bundled = {"model_dir": "bundled", "device": "cpu", "max_tokens_in_paged_kv_cache": "8192"}
     config = EngineConfig.from_parameters({**bundled, **knobs})
-    keeper = Keeper(run_dir, owner or os.getpid(), config, engine=program)
+    keeper = KeeperHandle(run_dir, owner or os.getpid(), config, engine=program)
     return Engines(run_dir, config.replicas, keeper, on_stop=on_stop)
 
 

@@ -18,7 +18,7 @@ from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.serving.engines import Engines
 from flashinfer_backend.transport import protocol
 from flashinfer_backend.transport.endpoint import ENGINE_LOST
-from flashinfer_backend.transport.keeper import Keeper
+from flashinfer_backend.transport.keeper_handle import KeeperHandle
 
 pytestmark = pytest.mark.gpu
 
@@ -72,7 +72,7 @@ def test_an_engine_whose_device_context_is_broken_is_replaced(tmp_path: Path) ->
     config = EngineConfig.from_parameters({**knobs, "cuda_graph_batch_sizes": "none"})
     command = [sys.executable, "-c", ENGINE, str(tmp_path / "broken")]
     run_dir = tmp_path / "runs" / f"{os.getpid()}-llm"
-    link = Engines(run_dir, 1, Keeper(run_dir, os.getpid(), config, engine=command))
+    link = Engines(run_dir, 1, KeeperHandle(run_dir, os.getpid(), config, engine=command))
     try:
         first = link.wait_ready().pid
         params = SamplingParams(max_tokens=4, temperature=0.0)

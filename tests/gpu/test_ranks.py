@@ -26,7 +26,7 @@ from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.serving.engines import Engines
 from flashinfer_backend.transport.endpoint import ENGINE_LOST
-from flashinfer_backend.transport.keeper import Keeper
+from flashinfer_backend.transport.keeper_handle import KeeperHandle
 
 GPUS = torch.cuda.device_count()
 pytestmark = [
@@ -77,7 +77,7 @@ def in_the_middle_of_steps(tmp_path: Path) -> Iterator[tuple[psutil.Process, psu
     knobs = {"model_dir": str(model), "max_tokens_in_paged_kv_cache": "8192", "max_num_seqs": "4"}
     config = EngineConfig.from_parameters({**knobs, "tensor_parallel_size": "2"})
     run_dir = tmp_path / "runs" / f"{os.getpid()}-llm"
-    link = Engines(run_dir, 1, Keeper(run_dir, os.getpid(), config))
+    link = Engines(run_dir, 1, KeeperHandle(run_dir, os.getpid(), config))
     try:
         engine = psutil.Process(link.wait_ready().pid)
         answer = Answer()

@@ -239,7 +239,7 @@ def test_wrong_parameters_are_refused_before_an_engine_is_started(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, expected: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", SimpleNamespace())
-    monkeypatch.setattr(llm, "Keeper", lambda *_, **__: pytest.fail("an engine is started"))
+    monkeypatch.setattr(llm, "KeeperHandle", lambda *_, **__: pytest.fail("an engine is started"))
     with pytest.raises((ValueError, FileNotFoundError), match=re.escape(expected)):
         TritonPythonModel().initialize(arguments({"model_dir": "bundled", name: value}))
 
@@ -249,7 +249,7 @@ def test_what_tensorrt_llms_template_writes_is_taken(monkeypatch: pytest.MonkeyP
     anyway."""
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", SimpleNamespace())
     started = RuntimeError("all parameters were taken")
-    monkeypatch.setattr(llm, "Keeper", Mock(side_effect=started))
+    monkeypatch.setattr(llm, "KeeperHandle", Mock(side_effect=started))
     monkeypatch.setattr(llm, "Responder", Mock())
     unset = {name: "${" + name + "}" for name in (*FOREIGN, "gpt_model_type", "max_num_seqs")}
     fixed = {

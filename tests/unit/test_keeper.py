@@ -25,7 +25,7 @@ from flashinfer_backend.launch import keeper as keeping
 from flashinfer_backend.launch.keeper import KeptEngine
 from flashinfer_backend.serving.engines import Engines
 from flashinfer_backend.transport import records, rundir
-from flashinfer_backend.transport.keeper import EngineStartError, Keeper
+from flashinfer_backend.transport.keeper_handle import EngineStartError, KeeperHandle
 from flashinfer_backend.transport.peers import PeerSocket
 from flashinfer_backend.transport.protocol import SOCKET
 from flashinfer_backend.transport.records import EngineRecord, read_engine, read_keeper, stop
@@ -237,16 +237,16 @@ def test_the_keeper_runs_with_the_python_that_is_found(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stub embeds Python: its own program is another, or none."""
-    assert Keeper(run_dir, os.getpid(), CONFIG)._command[0] == sys.executable
+    assert KeeperHandle(run_dir, os.getpid(), CONFIG)._command[0] == sys.executable
     python = tmp_path / "python3"
     python.symlink_to(sys.executable)
     monkeypatch.setenv("PATH", str(tmp_path))
     for program in ("", "/opt/triton_python_backend_stub"):
         monkeypatch.setattr(sys, "executable", program)
-        assert Keeper(run_dir, os.getpid(), CONFIG)._command[0] == str(python)
+        assert KeeperHandle(run_dir, os.getpid(), CONFIG)._command[0] == str(python)
     python.unlink()
     with pytest.raises(EngineStartError, match="no python3 on PATH"):
-        Keeper(run_dir, os.getpid(), CONFIG)
+        KeeperHandle(run_dir, os.getpid(), CONFIG)
 
 
 class Stub:
@@ -255,7 +255,7 @@ class Stub:
     def __init__(self, run_dir: Path, owner: int, script: str = ENDLESS, stays: bool = False) -> None:
         with rundir.locked(run_dir):
             self.peers = PeerSocket(run_dir)
-        self.hand = Keeper(run_dir, owner, CONFIG, stays, [sys.executable, "-c", script])
+        self.hand = KeeperHandle(run_dir, owner, CONFIG, stays, [sys.executable, "-c", script])
         self.run_dir = run_dir
 
     def engine(self) -> EngineRecord:
@@ -273,7 +273,7 @@ class Stub:
 def test_a_model_has_one_keeper_which_goes_with_the_last_stub(run_dir: Path) -> None:
     stub = Stub(run_dir, os.getpid())
     engine, keeper = stub.engine(), read_keeper(run_dir)
-    other = Keeper(run_dir, os.getpid(), CONFIG, engine=[sys.executable, "-c", "1"])
+    other = KeeperHandle(run_dir, os.getpid(), CONFIG, engine=[sys.executable, "-c", "1"])
     other.ensure()
     other.leave()  # the first stub is still there
     assert read_keeper(run_dir) == keeper and keeper is not None and keeper.alive and engine.alive
@@ -336,13 +336,13 @@ def test_a_killed_keeper_is_replaced_and_a_wrong_model_fails_at_once(run_dir: Pa
 
 def test_a_keeper_that_cannot_begin_is_told(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHOME", "/nowhere")
-    hand = Keeper(run_dir, os.getpid(), CONFIG)
+    hand = KeeperHandle(run_dir, os.getpid(), CONFIG)
     with pytest.raises(EngineStartError, match="keeper ended with status 1"):
         wait_for(hand.ensure)
 
 
 def test_a_link_waits_for_the_engine_and_says_why_there_is_none(run_dir: Path) -> None:
-    hand = Keeper(run_dir, os.getpid(), CONFIG, engine=[sys.executable, "-c", "print('no such model')"])
+    hand = KeeperHandle(run_dir, os.getpid(), CONFIG, engine=[sys.executable, "-c", "print('no such model')"])
     link = Engines(run_dir, 1, hand)
     with pytest.raises(EngineStartError, match="no such model"):
         link.wait_ready()

@@ -12,7 +12,7 @@ import pytest
 
 from flashinfer_backend.launch import environments
 from flashinfer_backend.launch.launcher import _parser
-from flashinfer_backend.transport import orphans, rundir
+from flashinfer_backend.transport import rundir, stub_processes
 from waiting import wait_for
 
 OTHER = 65534
@@ -29,7 +29,7 @@ def test_only_regular_files_of_this_user_in_shared_memory_are_touched(
     """A folder made each restart fail, and the file that a link names was closed to others."""
     shm = tmp_path / "shm"
     shm.mkdir()
-    monkeypatch.setattr(orphans, "SHARED_MEMORY", shm)
+    monkeypatch.setattr(stub_processes, "SHARED_MEMORY", shm)
     precious = tmp_path / "precious"
     for file in (precious, shm / "x_own", shm / "another", tmp_path / "linked"):
         file.write_text("text")
@@ -42,19 +42,19 @@ def test_only_regular_files_of_this_user_in_shared_memory_are_touched(
         (shm / "x_others").write_text("text")
         (shm / "x_others").chmod(0o644)
         os.chown(shm / "x_others", OTHER, OTHER)
-    names = orphans.regions_of("x_")
+    names = stub_processes.regions_of("x_")
     left = sorted(set(names) - {"x_own"})
     assert "another" not in names and len(left) >= 4
-    orphans.close_regions(names)
+    stub_processes.close_regions(names)
     assert mode(shm / "x_own") == 0o600
-    orphans.remove_regions([*names, "../precious", "x_gone"])
+    stub_processes.remove_regions([*names, "../precious", "x_gone"])
     assert sorted(path.name for path in shm.iterdir()) == ["another", *left]
     assert (mode(precious), mode(tmp_path / "linked")) == (0o644, 0o644)
     said = capfd.readouterr().err
     assert [said.count(f"{shm / name} is left as it is") for name in (*left, "x_own")] == [1] * len(left) + [
         0
     ]
-    assert orphans.regions_of("") == []
+    assert stub_processes.regions_of("") == []
 
 
 @as_root
@@ -67,7 +67,7 @@ def test_a_process_of_another_user_is_no_stub() -> None:
             try:
                 told = Path(f"/proc/{process.pid}/cmdline")
                 wait_for(lambda told=told: b"region" in told.read_bytes(), "its command line")
-                assert (orphans.find_stub(process.pid) is not None) == found
+                assert (stub_processes.find_stub(process.pid) is not None) == found
                 assert process.poll() is None
             finally:
                 process.kill()

@@ -21,8 +21,8 @@ from flashinfer_backend.launch import server_run
 from flashinfer_backend.launch.postprocessing_watch import PostprocessingWatch
 from flashinfer_backend.launch.watchdog import GROWN
 from flashinfer_backend.transport import records, restarts, rundir
-from flashinfer_backend.transport.orphans import Stub
 from flashinfer_backend.transport.records import EngineRecord
+from flashinfer_backend.transport.stub_processes import Stub
 from waiting import wait_for
 
 TABLE = {

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from flashinfer_backend.core.output import say
 from flashinfer_backend.core.paths import replica_of, run_dir
-from flashinfer_backend.transport.keeper import end_engines
+from flashinfer_backend.transport.keeper_handle import end_engines
 from flashinfer_backend.transport.records import read_engine, read_keeper
 from flashinfer_backend.transport.restarts import STOPPED_S, Stopped
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parent of a model's engines: `python -m flashinfer_backend.launch.keeper`, one process a model.
 
-The first process that needs the engines starts it (transport/keeper.py): a stub of the model, with serve or
-without, or the OpenAI API with its own engines. It starts the engines, passes on what they say, starts those
-that end again, and ends with its owner: serve, tritonserver or the OpenAI API. Owned by tritonserver it also
-ends when no stub is left. It alone writes the engines' records, from which all others know them.
+The first process that needs the engines starts it (transport/keeper_handle.py): a stub of the model, with
+serve or without, or the OpenAI API with its own engines. It starts the engines, passes on what they say,
+starts those that end again, and ends with its owner: serve, tritonserver or the OpenAI API. Owned by
+tritonserver it also ends when no stub is left. It alone writes the engines' records, from which all others
+know them.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from flashinfer_backend.core.output import say, write
 from flashinfer_backend.core.paths import engine_dir
 from flashinfer_backend.transport import records, rundir
 from flashinfer_backend.transport.gpus import DEVICES_VARIABLE, visible_devices
-from flashinfer_backend.transport.keeper import CONFIG
-from flashinfer_backend.transport.orphans import end_orphans, find_stub
+from flashinfer_backend.transport.keeper_handle import CONFIG
 from flashinfer_backend.transport.peers import living_stubs
 from flashinfer_backend.transport.protocol import SOCKET
 from flashinfer_backend.transport.records import EngineRecord, ProcessRecord
 from flashinfer_backend.transport.restarts import Restarts
+from flashinfer_backend.transport.stub_processes import end_orphans, find_stub
 
 TICK_S = 0.1
 LOOK_S = 1.0  # between two looks at the stubs

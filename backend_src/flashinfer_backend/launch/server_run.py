@@ -30,7 +30,8 @@ from flashinfer_backend.launch.server_sockets import (
 )
 from flashinfer_backend.transport import peers, rundir
 from flashinfer_backend.transport.addresses import STALLED_S, raise_open_files
-from flashinfer_backend.transport.orphans import (
+from flashinfer_backend.transport.restarts import RESTARTS, STOPPED_S, Stopped
+from flashinfer_backend.transport.stub_processes import (
     Stub,
     close_regions,
     end_orphans,
@@ -38,7 +39,6 @@ from flashinfer_backend.transport.orphans import (
     remove_regions,
     stubs_of,
 )
-from flashinfer_backend.transport.restarts import RESTARTS, STOPPED_S, Stopped
 
 TICK_S = 0.1
 DRAIN_S = 4.0  # how long running requests may go on after SIGTERM

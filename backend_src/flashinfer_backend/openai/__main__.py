@@ -18,7 +18,7 @@ from flashinfer_backend.openai.options import built_name, llm_parameters, worker
 from flashinfer_backend.openai.parent import Parent
 from flashinfer_backend.openai.worker import check_packages, room_for_connections
 from flashinfer_backend.transport.addresses import STALLED_S, AddressError, check_ports, resolve
-from flashinfer_backend.transport.keeper import EngineStartError, Keeper
+from flashinfer_backend.transport.keeper_handle import EngineStartError, KeeperHandle
 from flashinfer_backend.transport.restarts import RESTARTS
 
 
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
             worker_count(options, [config]),
             options.stalled_client_seconds,
             options.restarts,
-            Keeper(folder, owner, config, stays=True),
+            KeeperHandle(folder, owner, config, stays=True),
         )
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, parent.stop)

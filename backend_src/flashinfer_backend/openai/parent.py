@@ -25,7 +25,7 @@ from flashinfer_backend.core.paths import run_dir
 from flashinfer_backend.openai.worker import NO_MODEL, WorkerOptions
 from flashinfer_backend.transport import rundir
 from flashinfer_backend.transport.addresses import Address, cut_stalled_clients, reachable_at
-from flashinfer_backend.transport.keeper import EngineStartError, Keeper, end_engines
+from flashinfer_backend.transport.keeper_handle import EngineStartError, KeeperHandle, end_engines
 from flashinfer_backend.transport.maintenance_server import RESTARTING, maintenance_server
 from flashinfer_backend.transport.restarts import RESTARTS, STOPPED_S, Restarts, Stopped
 
@@ -48,7 +48,7 @@ class Parent:
         workers: int,
         stalled_s: int,
         restarts: int = RESTARTS,
-        keeper: Keeper | None = None,
+        keeper: KeeperHandle | None = None,
     ) -> None:
         """stalled_s: seconds until a client that does not read is cut; 0: never. restarts: of Restarts, for
         each process. keeper: of engines that are the door's own; None where a server's stubs start them."""

@@ -21,7 +21,7 @@ from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.serving.router import Router
 from flashinfer_backend.transport import protocol, rundir
 from flashinfer_backend.transport.endpoint import ENGINE_DOWN, LEADS, Endpoint, EngineDown, Sink
-from flashinfer_backend.transport.keeper import Keeper
+from flashinfer_backend.transport.keeper_handle import KeeperHandle
 from flashinfer_backend.transport.peers import FAIL, LONGEST, STOP, PeerSocket
 
 LOOK_AGAIN_S = 0.02
@@ -35,7 +35,7 @@ class Engines:
         self,
         run_dir: Path,
         count: int,
-        keeper: Keeper | None = None,
+        keeper: KeeperHandle | None = None,
         reuse: bool = True,
         period_s: float = 0.1,
         on_stop: Callable[[str], None] = lambda request_id: None,

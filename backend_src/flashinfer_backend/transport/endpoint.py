@@ -22,7 +22,7 @@ import zmq
 
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.transport import protocol
-from flashinfer_backend.transport.keeper import EngineStartError
+from flashinfer_backend.transport.keeper_handle import EngineStartError
 from flashinfer_backend.transport.records import EngineRecord, read_engine
 
 RETRY_S = 0.1
@@ -63,10 +63,10 @@ class Endpoint:
         index: int,
         count: int,
     ) -> None:
-        """run_dir: the engine's run directory. ensure: called while there is no engine, as Keeper.ensure is,
-        to have one started. on_load: open_sequences or tokens_to_compute has changed; called on any thread.
-        index, count: of this engine among those of the model; local ids are `index` modulo `count`, so that a
-        handle tells its engine."""
+        """run_dir: the engine's run directory. ensure: called while there is no engine, to have one
+        started (KeeperHandle.ensure). on_load: open_sequences or tokens_to_compute has changed; called on any
+        thread. index, count: of this engine among those of the model; local ids are `index` modulo `count`,
+        so that a handle tells its engine."""
         self._run_dir, self._ensure = run_dir, ensure
         self._on_status, self._on_load = on_status, on_load
         self._pid = os.getpid()

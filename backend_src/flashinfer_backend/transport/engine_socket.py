@@ -13,7 +13,7 @@ import msgspec
 import zmq
 
 from flashinfer_backend.transport import protocol
-from flashinfer_backend.transport.orphans import Stub, find_stub
+from flashinfer_backend.transport.stub_processes import Stub, find_stub
 
 log = logging.getLogger(__name__)
 

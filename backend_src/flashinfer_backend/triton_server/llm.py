@@ -25,7 +25,7 @@ from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.transport.delivery_marks import DeliveryMarks
 from flashinfer_backend.transport.doors import read_doors
 from flashinfer_backend.transport.endpoint import LEADS, EngineDown
-from flashinfer_backend.transport.keeper import Keeper
+from flashinfer_backend.transport.keeper_handle import KeeperHandle
 from flashinfer_backend.triton_server.adapters import TaskThread
 from flashinfer_backend.triton_server.bounds import check_json_logits
 from flashinfer_backend.triton_server.metrics import Metrics
@@ -73,7 +73,7 @@ class TritonPythonModel:
         self._submitting = threading.Lock()  # the order of sequences, and which engines they go to
         self._responder = Responder(pb_utils)
         self._engines = self._responder.engines = Engines(
-            folder, config.replicas, Keeper(folder, owner, config, stays=by_serve),
+            folder, config.replicas, KeeperHandle(folder, owner, config, stays=by_serve),
             config.enable_kv_cache_reuse, config.stats_check_period_ms / 1000, on_stop=self._responder.stop,
         )  # fmt: skip
         self._responder.marks = marks = DeliveryMarks(folder, os.getpid())

@@ -15,7 +15,7 @@ from typing import Any
 from flashinfer_backend.serving.engines import Engines
 from flashinfer_backend.serving.generation import Chunk
 from flashinfer_backend.transport.delivery_marks import DeliveryMarks
-from flashinfer_backend.transport.orphans import SHARED_MEMORY, find_stub
+from flashinfer_backend.transport.stub_processes import SHARED_MEMORY, find_stub
 from flashinfer_backend.triton_server.metrics import Metrics
 from flashinfer_backend.triton_server.outputs import chunk_outputs
 from flashinfer_backend.triton_server.sequence import OpenRequest, Sequence

@@ -28,8 +28,8 @@ class EngineStartError(RuntimeError):
     """An engine ended before it was ready; the text ends with the last lines of its log."""
 
 
-class Keeper:
-    """A process's hand on the keeper of its model's engines. Its methods may be called from any thread."""
+class KeeperHandle:
+    """A process's handle on the keeper of its model's engines. Its methods may be called from any thread."""
 
     def __init__(
         self, run_dir: Path, owner: int, config: EngineConfig, stays: bool = False, engine: Sequence[str] = ()

@@ -20,7 +20,7 @@ import pytest
 from flashinfer_backend.core.paths import SERVE_PID, processes_dir, run_dir
 from flashinfer_backend.launch import openai_door
 from flashinfer_backend.launch.watchdog import Policy, Watchdog
-from flashinfer_backend.transport import orphans, rundir
+from flashinfer_backend.transport import rundir, stub_processes
 from waiting import wait_for
 
 SERVER, OTHER = 4194305, 4194306  # no process has them
@@ -33,7 +33,7 @@ Start = Callable[[str, int, str], "subprocess.Popen[bytes]"]
 def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "shm"
     folder.mkdir()
-    monkeypatch.setattr(orphans, "SHARED_MEMORY", folder)
+    monkeypatch.setattr(stub_processes, "SHARED_MEMORY", folder)
     return folder
 
 
@@ -47,7 +47,7 @@ def start(shm: Path, tmp_path: Path) -> Iterator[Start]:
         (tmp_path / "model.py").write_text('eval "$6"')
         line = [NAME, str(tmp_path / "model.py"), region, "1", "1", str(server), "python", script]
         started.append(subprocess.Popen(line, executable="/bin/bash"))
-        while orphans.find_stub(started[-1].pid) is None:
+        while stub_processes.find_stub(started[-1].pid) is None:
             time.sleep(0.001)
         return started[-1]
 
@@ -61,15 +61,15 @@ def test_memory_of_a_stub_that_ends_by_itself_is_removed(shm: Path, start: Start
     start("ends", SERVER, "sleep 1")
     start("others", OTHER, ENDLESS)
     (shm / "gone").touch()
-    orphans.end_orphans(SERVER, [orphans.Stub(SERVER, str(SERVER), "gone")])
+    stub_processes.end_orphans(SERVER, [stub_processes.Stub(SERVER, str(SERVER), "gone")])
     assert [path.name for path in shm.iterdir()] == ["others"]
 
 
 def test_a_stub_that_does_not_end_is_killed(shm: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(orphans, "GRACE_S", 0.3)
+    monkeypatch.setattr(stub_processes, "GRACE_S", 0.3)
     stub = start("hangs", SERVER, ENDLESS)
     other = start("others", OTHER, ENDLESS)
-    orphans.end_orphans(SERVER)
+    stub_processes.end_orphans(SERVER)
     assert stub.wait(120) == -signal.SIGKILL and other.poll() is None
     assert [path.name for path in shm.iterdir()] == ["others"]
 
@@ -80,14 +80,16 @@ def test_a_stub_that_starts_a_program_counts_once(start: Start, tmp_path: Path) 
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     stub = start("forks", SERVER, f"(read line < {fifo}) & wait; {ENDLESS}")
-    (child,) = wait_for(lambda: [c for c in psutil.Process(stub.pid).children() if orphans.find_stub(c.pid)])
+    (child,) = wait_for(
+        lambda: [c for c in psutil.Process(stub.pid).children() if stub_processes.find_stub(c.pid)]
+    )
     ticks = rundir.start_ticks(child.pid)
-    copy = orphans.find_stub(stub.pid)._replace(pid=child.pid, start_ticks=ticks)
-    assert orphans.find_stub(child.pid) == copy
-    assert [found.pid for found in orphans.stubs_of(SERVER)] == [stub.pid]
+    copy = stub_processes.find_stub(stub.pid)._replace(pid=child.pid, start_ticks=ticks)
+    assert stub_processes.find_stub(child.pid) == copy
+    assert [found.pid for found in stub_processes.stubs_of(SERVER)] == [stub.pid]
     fifo.write_text("go on\n")
     wait_for(lambda: not child.is_running())
-    assert [found.pid for found in orphans.stubs_of(SERVER)] == [stub.pid]
+    assert [found.pid for found in stub_processes.stubs_of(SERVER)] == [stub.pid]
 
 
 def test_a_stub_whose_server_has_ended_takes_nobody_else_for_it() -> None:
@@ -114,7 +116,7 @@ def test_the_files_of_processes_that_are_gone_or_killed_are_removed(
     (folders[0] / f"beat-{stub.pid}").touch()
     (folders[0] / f"beat-{SERVER}").touch()  # of one that has ended before
     (folders[1] / f"beat-{other.pid}").touch()
-    orphans.end_orphans(SERVER, grace_s=0)
+    stub_processes.end_orphans(SERVER, grace_s=0)
     assert not folders[0].exists()
     assert [path.name for path in folders[1].iterdir()] == [f"beat-{other.pid}"]
 

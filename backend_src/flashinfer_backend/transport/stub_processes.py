@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends the stubs that a killed tritonserver leaves behind, and removes the shared memory of stubs that did
-not remove it.
+"""Finds the stubs of a tritonserver, ends those that a killed one leaves behind, and removes shared memory
+that stubs did not remove.
 
 A stub notices that its server is gone and ends, unless it was just exchanging something with the server:
 it then waits for the answer indefinitely, some kinds with the interpreter's lock held, so that no thread
