@@ -24,10 +24,10 @@ from flashinfer_backend.serving import generation
 from flashinfer_backend.transport.endpoint import ENGINE_DOWN, EngineDown
 from flashinfer_backend.triton_server import llm
 from flashinfer_backend.triton_server.adapters import TaskThread
+from flashinfer_backend.triton_server.freeze_guard import FreezeGuard
 from flashinfer_backend.triton_server.llm import TritonPythonModel
 from flashinfer_backend.triton_server.requests import Limits
 from flashinfer_backend.triton_server.sequence import OpenRequest
-from flashinfer_backend.triton_server.standstill import Standstill
 
 
 class Counts:
@@ -53,7 +53,7 @@ def execute(
     try:
         model.execute([request(sender, inputs)])
     finally:
-        model._standstill.close()
+        model._freeze_guard.close()
     ((_, _, error),) = sender.sent
     assert error is not None and not bench.responder.open_requests()
     return error, counts
@@ -69,7 +69,7 @@ def make_model(bench: Bench, folder: Path, submit: Callable[[Any], int]) -> Trit
         submit=lambda sequence, *_: submit(sequence)
     )
     model._tokenizer_folder, model._skip_special_tokens = folder, True
-    model._standstill = Standstill(folder / "runs" / "processes")
+    model._freeze_guard = FreezeGuard(folder / "runs" / "processes")
     return model
 
 
@@ -124,7 +124,7 @@ def test_weights_of_adapters_are_stored_next_to_other_requests(bench: Bench, tmp
     assert "60 of other adapters wait" in senders[4].sent[0][2].message
     going_on.set()
     model._storing.close()
-    model._standstill.close()
+    model._freeze_guard.close()
     assert submitted == ["task 8", "", "stored 7", "task 7"]
 
 

@@ -27,7 +27,7 @@ from flashinfer_backend.transport.addresses import Address, reachable_at
 from flashinfer_backend.transport.doors import OPENAI, TRITON, Doors
 from flashinfer_backend.transport.maintenance_server import maintenance_server
 from flashinfer_backend.transport.restarts import Restarts
-from flashinfer_backend.triton_server.standstill import Standstill
+from flashinfer_backend.triton_server.freeze_guard import FreezeGuard
 
 GROWN = "The server is being started again; please try again."
 LOST = "A process of the server ended unexpectedly, and the server is being started again; please try again."
@@ -66,7 +66,7 @@ class Watchdog:
             signal.signal(number, self._stop)
         # So that a single process of a model knows by this one whether it stood still alone.
         try:
-            counting = Standstill(processes_dir(os.getpid()))
+            counting = FreezeGuard(processes_dir(os.getpid()))
         except OSError as error:
             _say(f"the server's processes have no place to meet: {error}")
             return 1

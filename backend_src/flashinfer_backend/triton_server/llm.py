@@ -28,6 +28,7 @@ from flashinfer_backend.transport.endpoint import LEADS, EngineDown
 from flashinfer_backend.transport.keeper_handle import KeeperHandle
 from flashinfer_backend.triton_server.adapters import TaskThread
 from flashinfer_backend.triton_server.bounds import check_json_logits
+from flashinfer_backend.triton_server.freeze_guard import FreezeGuard
 from flashinfer_backend.triton_server.metrics import Metrics
 from flashinfer_backend.triton_server.outputs import Place, refuse_unmapped
 from flashinfer_backend.triton_server.parameters import (
@@ -40,7 +41,6 @@ from flashinfer_backend.triton_server.request_parameters import read_request_par
 from flashinfer_backend.triton_server.requests import Limits, Tensors, is_stop, parse_request
 from flashinfer_backend.triton_server.responder import Responder
 from flashinfer_backend.triton_server.sequence import Sequence, of_ensemble
-from flashinfer_backend.triton_server.standstill import Standstill
 from flashinfer_backend.triton_server.watch import ClientWatch, postprocessing_probe
 
 
@@ -77,10 +77,10 @@ class TritonPythonModel:
             config.enable_kv_cache_reuse, config.stats_check_period_ms / 1000, on_stop=self._responder.stop,
         )  # fmt: skip
         self._responder.marks = marks = DeliveryMarks(folder, os.getpid())
-        self._standstill = Standstill(processes_dir(owner))
+        self._freeze_guard = FreezeGuard(processes_dir(owner))
         self._responder.metrics = Metrics(
             pb_utils, self._name, args["model_version"], folder, lambda: self._engines.statuses,
-            config.stats_check_period_ms / 1000, self._standstill.held_up,
+            config.stats_check_period_ms / 1000, self._freeze_guard.held_up,
             lambda: read_doors(processes_dir(owner)),
         )  # fmt: skip
         name = self._parameters.get("postprocessing_model_name", "postprocessing")
@@ -112,7 +112,7 @@ class TritonPythonModel:
 
     def execute(self, requests: list[Any]) -> None:
         """Hands the requests to the engine; sender threads answer them."""
-        with self._standstill.watched():
+        with self._freeze_guard.watched():
             for request in requests:
                 self._execute(request)
 
@@ -120,7 +120,7 @@ class TritonPythonModel:
         """Leaves the engines, which end with the last instance."""
         if self._storing is not None:
             self._storing.close()
-        self._standstill.close()
+        self._freeze_guard.close()
         self._watch.close()
         self._responder.marks.close()
         self._engines.close()

@@ -15,8 +15,8 @@ from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.transport.delivery_marks import DeliveryMarker
 from flashinfer_backend.triton_server.bounds import check_tensors
+from flashinfer_backend.triton_server.freeze_guard import FreezeGuard
 from flashinfer_backend.triton_server.parameters import flag_parameter, read_parameters, required_parameter
-from flashinfer_backend.triton_server.standstill import Standstill
 
 Tensors = dict[str, np.ndarray]
 DEFAULT_LLM_MODEL = "llm"
@@ -90,14 +90,14 @@ class TritonPythonModel:
         )
         owner = owner_pid()
         self._marker = DeliveryMarker(run_dir(owner, parameters.get("llm_model_name", DEFAULT_LLM_MODEL)))
-        self._standstill = Standstill(processes_dir(owner))
+        self._freeze_guard = FreezeGuard(processes_dir(owner))
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        with self._standstill.watched():
+        with self._freeze_guard.watched():
             return [self._answer(request) for request in requests]
 
     def finalize(self) -> None:
-        self._standstill.close()
+        self._freeze_guard.close()
 
     def _answer(self, request: Any) -> Any:
         import triton_python_backend_utils as pb_utils  # exists inside Triton's stub only

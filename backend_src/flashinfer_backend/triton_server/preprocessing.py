@@ -12,13 +12,13 @@ from flashinfer_backend.config_tools.knobs import PRE
 from flashinfer_backend.core.paths import owner_pid, processes_dir, resolve_model_dir
 from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.triton_server.bounds import check_padded, check_prompts, check_tensors
+from flashinfer_backend.triton_server.freeze_guard import FreezeGuard
 from flashinfer_backend.triton_server.parameters import (
     flag_parameter,
     number_parameter,
     read_parameters,
     required_parameter,
 )
-from flashinfer_backend.triton_server.standstill import Standstill
 
 Tensors = dict[str, np.ndarray]
 
@@ -244,13 +244,13 @@ class TritonPythonModel:
             flag_parameter(parameters, "add_special_tokens", default=True),
             number_parameter(parameters, "max_prompt_bytes", default=0),
         )
-        self._standstill = Standstill(processes_dir(owner_pid()))
+        self._freeze_guard = FreezeGuard(processes_dir(owner_pid()))
 
     def execute(self, requests: list[Any]) -> list[Any]:
         import triton_python_backend_utils as pb_utils  # exists inside Triton's stub only
 
         responses = []
-        with self._standstill.watched():
+        with self._freeze_guard.watched():
             inputs = [{tensor.name(): tensor.as_numpy() for tensor in each.inputs()} for each in requests]
             for request, result in zip(requests, self._preprocessor.run(inputs), strict=True):
                 if isinstance(result, ValueError):
@@ -265,4 +265,4 @@ class TritonPythonModel:
         return responses
 
     def finalize(self) -> None:
-        self._standstill.close()
+        self._freeze_guard.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's process that stood still while tritonserver went on.
+"""Ends a model's process that froze: it stood still while tritonserver went on.
 
 tritonserver (2.51, and 26.07 still) gives up what waits for a process that shows no sign of life within a
 second: these requests fail, and their memory serves the next ones. A process that only stood still (SIGSTOP,
@@ -35,7 +35,7 @@ CLOSE_S = 1.0
 LOOK_AGAIN_S = 2.0  # how often a process looks which others there are
 
 
-class Standstill:
+class FreezeGuard:
     """A process's own file, and its view of the others'."""
 
     def __init__(self, folder: Path) -> None:
@@ -50,7 +50,7 @@ class Standstill:
         self._at, self._cpu = time.monotonic(), time.process_time()
         self._stood_s, self._stood_until = 0.0, -1.0
         self._closed = threading.Event()
-        threading.Thread(target=self._work, name="standstill", daemon=True).start()
+        threading.Thread(target=self._work, name="freeze guard", daemon=True).start()
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:

@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 
 from flashinfer_backend.transport import rundir
-from flashinfer_backend.triton_server.standstill import Standstill
+from flashinfer_backend.triton_server.freeze_guard import FreezeGuard
 from waiting import wait_for
 
 CHILD = """
 import ctypes
 import sys
 from pathlib import Path
-from flashinfer_backend.triton_server import standstill
-guard = standstill.Standstill(Path(sys.argv[1]))
+from flashinfer_backend.triton_server import freeze_guard
+guard = freeze_guard.FreezeGuard(Path(sys.argv[1]))
 for line in sys.stdin:
     if line == "count\\n":
         print(max([0, *guard._counts.values()]), flush=True)
@@ -95,7 +95,7 @@ def test_processes_that_stood_still_together_go_on(pair):
     assert [child.ask("something") for child in pair] == ["handled", "handled"]
 
 
-def test_what_arrives_long_after_a_standstill_is_handled(pair):
+def test_what_arrives_long_after_a_freeze_is_handled(pair):
     stopped, _ = pair
     stand_still(stopped)
     time.sleep(1.5)  # so nothing had waited
@@ -143,11 +143,11 @@ def test_a_folder_that_vanishes_while_it_is_made_is_made_again(tmp_path, monkeyp
         claim(run_dir)
 
     monkeypatch.setattr(rundir, "claim", vanishing)
-    guard = Standstill(folder)
+    guard = FreezeGuard(folder)
     assert len(list(folder.iterdir())) == 1
     guard.close()
 
 
 def test_a_place_where_no_folder_can_be_made_is_said():
     with pytest.raises(OSError, match="/proc/nowhere"):
-        Standstill(Path("/proc/nowhere/processes"))
+        FreezeGuard(Path("/proc/nowhere/processes"))
