@@ -52,6 +52,7 @@ def test_counts_are_halves_and_steps_stay_small() -> None:
         assert {count for size, count in drafted_shapes([1, 128, 130], 15) if size >= rows} >= set(counts)
     assert drafted_shapes([4, 12], 3)[-1] == (12, 3)
     assert not drafted_shapes([256], 3)
+    assert unmeasured(64, 3)[64, 3] == 1 + 64 * 4 / 64 + 3 / 32 and unmeasured(64, 3)[1, 0] == 1 + 1 / 64
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,9 @@ def test_a_backlog_of_more_than_a_step_is_worked_off_in_full_steps():
 
 
 def test_tokens_that_the_prefix_cache_has_do_not_count():
-    assert prompts_of_steps(scheduler(*[2000] * 4, reuse=True)) == [[2000], [16, 16, 16]]
+    chunked = scheduler(*[2000] * 4, reuse=True)
+    assert prompts_of_steps(chunked) == [[2000], [16, 16, 16]]
+    assert chunked.blocks_reused == 3 * (2000 - 16) // 16
 
 
 def test_without_chunked_context_a_preempted_sequence_larger_than_a_step_is_resumed():
