@@ -154,6 +154,7 @@ def test_loaded_and_unloaded(server: BothDoors, adapters: dict[str, Path], texts
         ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "../.."}, 403),
         ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "none"}, 400),
         ("/v1/load_lora_adapter", {"lora_name": "a,b", "lora_path": str(adapters["loaded"])}, 400),
+        ("/v1/load_lora_adapter", {"lora_name": "a\nb", "lora_path": str(adapters["loaded"])}, 400),
         ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "a\0"}, 400),
         ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "loop"}, 400),
         ("/v1/load_lora_adapter", {"lora_name": BUNDLED}, 400),

@@ -49,6 +49,17 @@ MESSAGE: Any = {"messages": [], "max_tokens": 1}
         (requests.CompletionRequest, {"prompt": "x"}, {"prompt_logprobs": 20}, {"prompt_logprobs": 21}),
         (requests.ChatRequest, CHAT, {"allowed_token_ids": [1]}, {"allowed_token_ids": []}),
         (requests.ChatRequest, CHAT, {"bad_words": ["a"]}, {"bad_words": [""]}),
+        (requests.CompletionRequest, {"prompt": "x"}, {"stop": []}, {"stop": ""}),
+        (requests.ChatRequest, CHAT, {"stop": "a"}, {"stop": ["a", ""]}),
+        *(
+            (
+                kind,
+                {**CHAT, "continue_final_message": True},
+                {"add_generation_prompt": value},
+                {"add_generation_prompt": True},
+            )
+            for kind, value in ((requests.ChatRequest, None), (requests.TokenizeRequest, False))
+        ),
         (requests.ChatRequest, CHAT, {"request_id": "a-1"}, {"request_id": "a b"}),
         (requests.ChatRequest, CHAT, {"truncate_prompt_tokens": -1}, {"truncate_prompt_tokens": 0}),
         (requests.ChatRequest, CHAT, {}, {"guided_regex": "a", "guided_json": {}}),

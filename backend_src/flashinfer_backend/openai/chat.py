@@ -310,7 +310,7 @@ def read_chat(door: Door, body: bytes) -> tuple[ChatRequest, str, Turn]:
         plain_messages(request.messages),
         read_tools(request.tools, request.tool_choice, request.parallel_tool_calls),
         guide_of(request.response_format, request), request.structured_outputs is None, variables,
-        request.documents, request.add_generation_prompt, request.continue_final_message,
+        request.documents, request.add_generation_prompt is not False, request.continue_final_message,
         request.add_special_tokens,
     )  # fmt: skip
     turn = Turn(door, conversation, bool(request.stream))

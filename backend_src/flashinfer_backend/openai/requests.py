@@ -107,8 +107,9 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         check_no_effect(self)
         _check_words("stop", self.stops)
         _check_words("bad_words", self.bad_words or [])
-        if not all(self.bad_words or ["x"]):
-            raise field_error("bad_words", "holds an empty text; leave it out")
+        for name, words in (("stop", self.stops), ("bad_words", self.bad_words or [])):
+            if not all(words):
+                raise field_error(name, "holds an empty text; leave it out")
         if self.allowed_token_ids == []:
             raise field_error("allowed_token_ids", "is empty; it should hold at least one id, or be left out")
         if self.truncate_prompt_tokens == 0:
@@ -154,9 +155,7 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def stops(self) -> list[str]:
-        """Stop words, none of them empty."""
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return [stop for stop in stops if stop]
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
@@ -180,7 +179,7 @@ class ChatRequest(Sampling, kw_only=True):
     parallel_tool_calls: bool | None = True
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None  # true, but where the final message goes on
     continue_final_message: bool = False
     add_special_tokens: bool = False
     documents: list[dict[str, Any]] | None = None
@@ -203,6 +202,7 @@ class ChatRequest(Sampling, kw_only=True):
         if self.modalities not in (None, ["text"]):
             raise field_error("modalities", f"is {self.modalities}; only text is supported")
         _refuse_store(self.store)
+        _check_end(self)
         for name, instead in {
             "audio": "only text is supported",
             "functions": "use tools",
@@ -422,11 +422,14 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None  # true, but where the final message goes on
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     return_token_strs: bool | None = False
+
+    def __post_init__(self) -> None:
+        _check_end(self)
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -509,6 +512,11 @@ def _place(found: re.Match[str]) -> str:
 def _check_words(name: str, words: Sequence[str]) -> None:
     longest = max((len(word.encode(errors="replace")) for word in words), default=0)
     check_field(name, longest, MOST_WORD, "bytes in a word")
+
+
+def _check_end(request: ChatRequest | TokenizeRequest) -> None:
+    if request.add_generation_prompt and request.continue_final_message:
+        raise field_error("add_generation_prompt", "should be false or left out with continue_final_message")
 
 
 def _refuse_store(store: bool | None) -> None:

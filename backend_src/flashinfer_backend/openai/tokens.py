@@ -26,7 +26,7 @@ def read_tokenize(door: Door, body: bytes) -> tuple[TokenizeRequest, str]:
         plain_messages(request.messages),
         read_tools(request.tools, None, None),
         variables=request.chat_template_kwargs,
-        add_generation_prompt=request.add_generation_prompt,
+        add_generation_prompt=request.add_generation_prompt is not False,
         continue_final_message=request.continue_final_message,
     )
     return request, render(door, conversation)

@@ -87,6 +87,8 @@ class AdapterNames:
         may have an adapter of this name. Raises AdapterError."""
         if not name or len(name) > 256:
             raise NameTakenError("the adapter's name should have 1 to 256 characters")
+        if not name.isprintable():  # logs and metrics have it
+            raise NameTakenError(f"the adapter's name {shown(name)} should have printable characters only")
         if "," in name:  # lora_modules and vllm:lora_requests_info have commas between names
             raise NameTakenError(f"the adapter's name {shown(name)} should have no comma")
         self._check(folder)
