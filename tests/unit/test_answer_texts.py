@@ -20,9 +20,9 @@ from tokenizers import Tokenizer
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.openai.answer import take_text
-from flashinfer_backend.openai.door import Door
 from flashinfer_backend.openai.link import EngineLink, LogitsRoom
 from flashinfer_backend.openai.model import Model
+from flashinfer_backend.openai.served_model import ServedModel
 from flashinfer_backend.openai.token_lists import (
     TokenLists,
     TokenTexts,
@@ -67,21 +67,21 @@ def answered(tmp_path: Path) -> Answered:
         tokenizer.save(str(tmp_path / "tokenizer.json"))
         metrics: Any = SimpleNamespace(ended=lambda model, stream, chunk: None)
         model = Model(["small"], EngineConfig(model_dir=str(tmp_path)), openai_defaults=True)
-        door = Door(model, metrics)
+        served = ServedModel(model, metrics)
 
         async def run() -> str:
-            door.link = EngineLink(Sent(), asyncio.get_running_loop(), LogitsRoom())  # type: ignore[arg-type]
+            served.link = EngineLink(Sent(), asyncio.get_running_loop(), LogitsRoom())  # type: ignore[arg-type]
             params = SamplingParams(max_tokens=99)
             row = GenerationRequest(
                 np.array(prompt, "<i4"), params, streaming, True, stops, exclude and bool(stops)
             )
-            (stream,) = door.generate([(row, 1)], True).all
+            (stream,) = served.generate([(row, 1)], True).all
             text = ""
             for n, token in enumerate(ids, 1):
                 code = protocol.FINISHED_LENGTH if n == len(ids) else protocol.RUNNING
                 stream.on_token(token, code, None)
                 while (chunk := stream.take()) is not None:
-                    text += take_text(door, stream, chunk, door.decoder())
+                    text += take_text(served, stream, chunk, served.decoder())
             return text
 
         return asyncio.run(run())

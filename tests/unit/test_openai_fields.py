@@ -20,12 +20,12 @@ from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.openai import requests
 from flashinfer_backend.openai.app import LARGE_BODY, Access, make_app
 from flashinfer_backend.openai.chat import add_effort
-from flashinfer_backend.openai.door import Door
 from flashinfer_backend.openai.encodings import MOST_MEMBERS, PIECE, decompressed
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.model import Model
 from flashinfer_backend.openai.no_effect import NO_EFFECT
 from flashinfer_backend.openai.sampling import guide_of
+from flashinfer_backend.openai.served_model import ServedModel
 from flashinfer_backend.openai.template import ChatTemplate
 from scripted_model import QWEN_TEMPLATE
 
@@ -132,16 +132,16 @@ def test_the_page_shows_the_table() -> None:
 def test_an_effort_that_the_template_has_not(
     source: str, effort: Any, ignored: bool, variables: dict[str, Any] | None
 ) -> None:
-    door: Any = SimpleNamespace(
+    served: Any = SimpleNamespace(
         template=ChatTemplate(source, {}), model=SimpleNamespace(ignore_effort=ignored)
     )
     found: dict[str, Any] = {}
     if variables is None:
         with pytest.raises(ApiError, match=r"^reasoning\.effort is ") as wrong:
-            add_effort(door, found, effort, "reasoning.effort")
+            add_effort(served, found, effort, "reasoning.effort")
         assert wrong.value.param == "reasoning.effort"
     else:
-        add_effort(door, found, effort, "reasoning.effort")
+        add_effort(served, found, effort, "reasoning.effort")
         assert found == variables
 
 
@@ -156,11 +156,11 @@ class Api:
 
     def __init__(self, **access: Any) -> None:
         metrics: Any = SimpleNamespace(error=lambda status: None)
-        self.door = Door(Model(["m"], EngineConfig(model_dir="bundled")), metrics)
+        self.served = ServedModel(Model(["m"], EngineConfig(model_dir="bundled")), metrics)
         limits = SimpleNamespace(vocab_size=2048, max_seq_len=1 << 20, max_input_len=1 << 20)
         self.engines = SimpleNamespace(status=limits, up=True)
-        self.door.link = SimpleNamespace(engines=self.engines)  # type: ignore[assignment]
-        self._app = make_app([self.door], Access(**{"max_body_bytes": MOST} | access))
+        self.served.link = SimpleNamespace(engines=self.engines)  # type: ignore[assignment]
+        self._app = make_app([self.served], Access(**{"max_body_bytes": MOST} | access))
 
     def call(self, *asked: Any, **named: str) -> tuple[int, dict[str, str], Any]:
         return asyncio.run(self.ask(*asked, **named))
@@ -275,7 +275,7 @@ def test_what_large_bodies_need_is_done_in_threads() -> None:
 
         return call
 
-    api.door.render, api.door.decoder = watched(api.door.render), watched(api.door.decoder)  # type: ignore[method-assign]
+    api.served.render, api.served.decoder = watched(api.served.render), watched(api.served.decoder)  # type: ignore[method-assign]
     for size, in_loop in ((8, True), (LARGE_BODY, False)):
         chat = {"messages": [{"role": "user", "content": "ab " * (size // 3)}]}
         found = api.call("/tokenize", json.dumps(chat).encode())[2]

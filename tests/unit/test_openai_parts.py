@@ -24,7 +24,6 @@ from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.openai import store as store_module
 from flashinfer_backend.openai.answer import Usage
 from flashinfer_backend.openai.chat import Answer, Conversation, Turn
-from flashinfer_backend.openai.door import Door
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.formats import choice, harmony
 from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, Event, merged
@@ -33,6 +32,7 @@ from flashinfer_backend.openai.model import Model
 from flashinfer_backend.openai.requests import ChatRequest, ResponsesRequest, decode
 from flashinfer_backend.openai.responses import messages_of, offered_tools
 from flashinfer_backend.openai.sampling import NO_TOKENS, Defaults, Length, Limits, sampling_params
+from flashinfer_backend.openai.served_model import ServedModel
 from flashinfer_backend.openai.store import Store
 from flashinfer_backend.openai.template import ChatTemplate, plain_messages
 from flashinfer_backend.openai.tools import AUTO, Tools, read_tools
@@ -57,19 +57,19 @@ def write(folder: Path, **files: Any) -> Path:
 
 def test_what_all_answers_of_a_request_take_is_bounded() -> None:
     metrics: Any = None
-    door = Door(Model(["m"], EngineConfig(model_dir="bundled"), max_prompt_bytes=100), metrics)
-    assert len(asyncio.run(door.encode(["a" * 100] * 8, False))) == 8
+    served = ServedModel(Model(["m"], EngineConfig(model_dir="bundled"), max_prompt_bytes=100), metrics)
+    assert len(asyncio.run(served.encode(["a" * 100] * 8, False))) == 8
     with pytest.raises(
         ApiError, match="has 801 characters in 9 texts; it should have at most 800 in a request"
     ):
-        asyncio.run(door.encode([*["a" * 100] * 8, "a"], False))
+        asyncio.run(served.encode([*["a" * 100] * 8, "a"], False))
     long = np.zeros((1 << 18) + 1, "<i4")
     for row, words in (
         (GenerationRequest(long, SamplingParams(max_tokens=1)), "prompt has 33554560 ids for all answers"),
         (GenerationRequest(long[:1], SamplingParams(max_tokens=1, grammar="a" * (1 << 20))), "the guide has"),
     ):
         with pytest.raises(ApiError, match=words):
-            door.generate([(row, 128)], True)
+            served.generate([(row, 128)], True)
 
 
 def test_arguments_of_calls_are_counted_before_they_are_parsed() -> None:
@@ -88,11 +88,11 @@ def test_arguments_of_calls_are_counted_before_they_are_parsed() -> None:
 
 def test_the_first_request_makes_no_tables_and_compiles_no_template(monkeypatch: pytest.MonkeyPatch) -> None:
     """They would hold up the streams of the process."""
-    door = Door(Model(["m"], EngineConfig(model_dir="bundled")), cast(Any, None))
+    served = ServedModel(Model(["m"], EngineConfig(model_dir="bundled")), cast(Any, None))
     monkeypatch.setattr("jinja2.Environment.compile", None)
     monkeypatch.setattr(DeltaDecoder, "_fill_tables", None)
-    assert door.render([{"role": "user", "content": "Hi"}])
-    assert [door.decoder(skip).decode([70]) for skip in (True, False)]
+    assert served.render([{"role": "user", "content": "Hi"}])
+    assert [served.decoder(skip).decode([70]) for skip in (True, False)]
 
 
 def test_the_first_chat_imports_nothing() -> None:
@@ -138,19 +138,19 @@ def test_formats_are_told_from_the_template_that_shows_them(tmp_path: Path) -> N
     write(tmp_path, chat_template_jinja="{{ messages[0].content }}</think>")
     write(tmp_path, additional_chat_templates__tool_use_jinja="{{ tools }}<tool_call>")
     metrics: Any = None
-    door = Door(Model(["m"], EngineConfig(model_dir=str(tmp_path))), metrics)
-    assert (door.tool_format, door.reasoning_format) == ("hermes", "think")
+    served = ServedModel(Model(["m"], EngineConfig(model_dir=str(tmp_path))), metrics)
+    assert (served.tool_format, served.reasoning_format) == ("hermes", "think")
 
 
 def test_ids_of_forced_calls_are_the_models() -> None:
     """Their text is plain JSON, but Mistral's template takes them back with its own ids alone."""
     for choice_of_tools in ("auto", "required"):
         tools = read_tools([{"type": "function", "function": {"name": "f"}}], choice_of_tools, None)
-        door: Any = SimpleNamespace(
+        served: Any = SimpleNamespace(
             tool_format="mistral", reasoning_format="none", decoder=lambda skip: None, template=None
         )
         stream: Any = None
-        answer = Answer(Turn(door, Conversation(ASK, tools), False), stream)
+        answer = Answer(Turn(served, Conversation(ASK, tools), False), stream)
         assert len(answer.new_call(Event(CALL, "f"))["id"]) == 9
 
 
@@ -497,7 +497,7 @@ def answered(
         reader=lambda: choice.make_reader(
             tools, "harmony" if tools == "harmony" else "think", SCHEMAS, False
         ),
-        door=SimpleNamespace(
+        served=SimpleNamespace(
             name="m",
             decoder=lambda skip: DECODER,
             metrics=SimpleNamespace(ended=lambda model, stream, chunk: None),
@@ -571,9 +571,9 @@ def test_an_answer_with_one_call_ends_at_the_same_token(tools: str, cuts: set[in
 
 
 def test_json_of_a_response_format_is_all_content_in_harmony() -> None:
-    door: Any = SimpleNamespace(tool_format="harmony", reasoning_format="harmony")
+    served: Any = SimpleNamespace(tool_format="harmony", reasoning_format="harmony")
     tools = Tools(AUTO, [], SCHEMAS)
-    turn = Turn(door, Conversation([], tools, ("json_schema", "{}"), guide_is_for_content=True), False)
+    turn = Turn(served, Conversation([], tools, ("json_schema", "{}"), guide_is_for_content=True), False)
     text = '{"how": "<|start|>assistant to=functions.weather<|message|>{}"}'
     reader = turn.reader()
     assert [*reader.feed(text), *reader.finish()] == [Event(CONTENT, text)]

@@ -12,9 +12,9 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import PlainTextResponse, Response
 
 from flashinfer_backend.models.adapters import AdapterError
-from flashinfer_backend.openai.door import Door, able_door
 from flashinfer_backend.openai.errors import ApiError, field_error
 from flashinfer_backend.openai.requests import decode
+from flashinfer_backend.openai.served_model import ServedModel, find_able_model
 from flashinfer_backend.serving.adapters import NameTakenError
 
 
@@ -32,58 +32,58 @@ class UnloadRequest(msgspec.Struct, forbid_unknown_fields=True):
     lora_name: str
 
 
-def door_of_load(doors: Sequence[Door], body: bytes) -> Door:
-    """The door to the model whose adapter is loaded. Raises ApiError."""
+def served_by_load(models: Sequence[ServedModel], body: bytes) -> ServedModel:
+    """The model whose adapter is loaded. Raises ApiError."""
     request = decode(LoadRequest, body)
-    door = able_door(doors, request.model, lambda door: door.adapters is not None)
-    if door.adapters is None:
+    served = find_able_model(models, request.model, lambda served: served.adapters is not None)
+    if served.adapters is None:
         raise ApiError(
-            f"the model {door.name} was built without max_loras and takes no adapters", param="model"
+            f"the model {served.name} was built without max_loras and takes no adapters", param="model"
         )
-    return door
+    return served
 
 
-def door_of_unload(doors: Sequence[Door], body: bytes) -> Door:
-    """The door to the model that has the adapter, or to any that takes adapters. Raises ApiError."""
+def served_by_unload(models: Sequence[ServedModel], body: bytes) -> ServedModel:
+    """The model that has the adapter, or any that takes adapters. Raises ApiError."""
     name = decode(UnloadRequest, body).lora_name
-    taking = [door for door in doors if door.adapters is not None]
-    return next((door for door in taking if door.adapter_folder(name) is not None), taking[0])
+    taking = [served for served in models if served.adapters is not None]
+    return next((served for served in taking if served.adapter_folder(name) is not None), taking[0])
 
 
-def read_load(door: Door, body: bytes) -> LoadRequest:
+def read_load(served: ServedModel, body: bytes) -> LoadRequest:
     request = decode(LoadRequest, body)
-    door.check_model(request.model)
+    served.check_model(request.model)
     return request
 
 
-def read_unload(door: Door, body: bytes) -> UnloadRequest:
+def read_unload(served: ServedModel, body: bytes) -> UnloadRequest:
     return decode(UnloadRequest, body)
 
 
-async def load_adapter(doors: Sequence[Door], door: Door, request: LoadRequest) -> Response:
-    """Lets requests ask for an adapter. doors: to all models. Raises ApiError."""
-    adapters, root = door.adapters, Path(door.model.lora_root or "")
-    assert adapters is not None and door.model.lora_root is not None
+async def load_adapter(models: Sequence[ServedModel], served: ServedModel, request: LoadRequest) -> Response:
+    """Lets requests ask for an adapter. models: all that the process serves. Raises ApiError."""
+    adapters, root = served.adapters, Path(served.model.lora_root or "")
+    assert adapters is not None and served.model.lora_root is not None
     try:
         folder = Path(root, request.lora_path).resolve()
     except (OSError, RuntimeError, ValueError) as error:  # a link to itself, a character 0
         raise field_error("lora_path", f"cannot be followed: {error}") from None
     if root not in folder.parents:
         raise ApiError(f"lora_path should be a folder below {root} (--lora-root)", 403, "lora_path")
-    for each in doors:
+    for each in models:
         if request.lora_name in each.model.names:
             raise ApiError(
                 f"`{request.lora_name}` is the model {each.name}; take another name", param="lora_name"
             )
-    others = [each.adapters for each in doors if each is not door and each.adapters is not None]
+    others = [each.adapters for each in models if each is not served and each.adapters is not None]
     change = partial(adapters.load, request.lora_name, folder, request.load_inplace, others)
     await _try(change, 400, "lora_path")
     return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' added successfully.")
 
 
-async def unload_adapter(door: Door, request: UnloadRequest) -> Response:
+async def unload_adapter(served: ServedModel, request: UnloadRequest) -> Response:
     """Takes no more requests for an adapter. Raises ApiError."""
-    adapters = door.adapters
+    adapters = served.adapters
     assert adapters is not None
     await _try(lambda: adapters.unload(request.lora_name), 404, "lora_name")
     return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' removed successfully.")

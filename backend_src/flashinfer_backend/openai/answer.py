@@ -17,10 +17,10 @@ from starlette.types import Receive, Scope, Send
 
 from flashinfer_backend.openai import request_ids
 from flashinfer_backend.openai.connection import BODY_SEND
-from flashinfer_backend.openai.door import Door
 from flashinfer_backend.openai.errors import ApiError, field_error
 from flashinfer_backend.openai.link import SHUTTING_DOWN, ClientLeft, Stream, Streams, unavailable
 from flashinfer_backend.openai.requests import ChatRequest, CompletionRequest
+from flashinfer_backend.openai.served_model import ServedModel
 from flashinfer_backend.serving.generation import Chunk
 from flashinfer_backend.text.chunk import NO_LIMIT
 from flashinfer_backend.text.delta import CONTEXT_IDS, DeltaDecoder
@@ -51,10 +51,10 @@ def event(content: Any) -> bytes:
     return b"data: " + encode(content) + b"\n\n"
 
 
-def take_text(door: Door, stream: Stream, chunk: Chunk, decoder: DeltaDecoder) -> str:
+def take_text(served: ServedModel, stream: Stream, chunk: Chunk, decoder: DeltaDecoder) -> str:
     """The text that a chunk adds to its sequence's. To be called once for each chunk, in their order."""
     text = decoder.delta(stream.context_ids, chunk.ids, chunk.last)
-    note_sent(door, stream, chunk)
+    note_sent(served, stream, chunk)
     return text if chunk.max_chars == NO_LIMIT else text[: chunk.max_chars]
 
 
@@ -72,11 +72,11 @@ def text_of_ids(stream: Stream, chunk: Chunk, decoder: DeltaDecoder) -> Iterator
         yield decoder.delta(context, [], True)
 
 
-def note_sent(door: Door, stream: Stream, chunk: Chunk) -> None:
+def note_sent(served: ServedModel, stream: Stream, chunk: Chunk) -> None:
     """Counts a chunk's ids as sent, and with the last chunk the sequence as ended."""
     stream.sent(chunk)
     if chunk.last:
-        door.metrics.ended(door.name, stream, chunk)
+        served.metrics.ended(served.name, stream, chunk)
 
 
 def finish_reason(code: int) -> str:
@@ -164,9 +164,9 @@ class Choices:
 class GenerationResponse(Response):
     """Answers while it watches whether the client is still there; one that leaves ends its sequences."""
 
-    def __init__(self, door: Door, streams: Streams, answer_id: str) -> None:
+    def __init__(self, served: ServedModel, streams: Streams, answer_id: str) -> None:
         super().__init__()
-        self.door, self.streams = door, streams
+        self.served, self.streams = served, streams
         self.named = (request_ids.HEADER, answer_id.encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -180,7 +180,7 @@ class GenerationResponse(Response):
             self.streams.cancel()
             for stream in self.streams.all:
                 if not stream.timing.counted:
-                    self.door.metrics.ended(self.door.name, stream, None)
+                    self.served.metrics.ended(self.served.name, stream, None)
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -194,15 +194,15 @@ class GenerationResponse(Response):
 class JsonResponse(GenerationResponse):
     """One JSON body, at the end."""
 
-    def __init__(self, door: Door, streams: Streams, body: Body, answer_id: str) -> None:
-        super().__init__(door, streams, answer_id)
+    def __init__(self, served: ServedModel, streams: Streams, body: Body, answer_id: str) -> None:
+        super().__init__(served, streams, answer_id)
         self._body = body
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             content = encode(await self._body())
         except ApiError as error:
-            self.door.metrics.error(error.status)
+            self.served.metrics.error(error.status)
             await error.response(scope)(scope, receive, send)
             return
         length = (b"content-length", str(len(content)).encode())
@@ -213,8 +213,10 @@ class JsonResponse(GenerationResponse):
 class EventResponse(GenerationResponse):
     """Server-sent events. Until the first one is there, an error still has its own status."""
 
-    def __init__(self, door: Door, streams: Streams, events: AsyncIterator[bytes], answer_id: str) -> None:
-        super().__init__(door, streams, answer_id)
+    def __init__(
+        self, served: ServedModel, streams: Streams, events: AsyncIterator[bytes], answer_id: str
+    ) -> None:
+        super().__init__(served, streams, answer_id)
         self._events = events
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -229,7 +231,7 @@ class EventResponse(GenerationResponse):
                     send_body = scope.get(BODY_SEND, send)
                 await send_body({"type": "http.response.body", "body": data, "more_body": True})
         except ApiError as error:
-            self.door.metrics.error(error.status)
+            self.served.metrics.error(error.status)
             if not begun:
                 await error.response(scope)(scope, receive, send)
                 return
@@ -242,8 +244,8 @@ class EventResponse(GenerationResponse):
         await send({"type": "http.response.body", "body": b""})
 
 
-def respond(door: Door, streams: Streams, reply: Reply, stream: bool | None) -> Response:
+def respond(served: ServedModel, streams: Streams, reply: Reply, stream: bool | None) -> Response:
     """stream: whether the client wants events."""
     if stream:
-        return EventResponse(door, streams, reply.events(), reply.id)
-    return JsonResponse(door, streams, reply.body, reply.id)
+        return EventResponse(served, streams, reply.events(), reply.id)
+    return JsonResponse(served, streams, reply.body, reply.id)

@@ -15,7 +15,6 @@ from starlette.responses import Response
 from flashinfer_backend.core.values import shown
 from flashinfer_backend.openai.answer import respond, unwrapped_text, wrapped_text
 from flashinfer_backend.openai.chat import Answer, Conversation, Turn, add_effort, render
-from flashinfer_backend.openai.door import Door
 from flashinfer_backend.openai.errors import ApiError, field_error
 from flashinfer_backend.openai.formats.events import ARGUMENTS, CONTENT, REASONING, Event
 from flashinfer_backend.openai.items import Change, Items, named_event
@@ -29,6 +28,7 @@ from flashinfer_backend.openai.requests import (
     decode,
 )
 from flashinfer_backend.openai.sampling import NO_GUIDE, schema_guide
+from flashinfer_backend.openai.served_model import ServedModel
 from flashinfer_backend.openai.template import Place, plain_messages
 from flashinfer_backend.openai.tools import AUTO, NONE, REQUIRED, Tools, new_call_id, read_tools
 from flashinfer_backend.serving.generation import Chunk
@@ -46,45 +46,45 @@ IDLE_OF_TOOLS: dict[str, tuple[Any, ...]] = {
 FREE_OF_TOOLS = ("name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming")
 
 
-def read_message(door: Door, body: bytes) -> tuple[MessagesRequest, str, Turn]:
+def read_message(served: ServedModel, body: bytes) -> tuple[MessagesRequest, str, Turn]:
     """A request, its model, and its turn, prepared. Raises ApiError."""
     request = decode(MessagesRequest, body)
-    model = door.check_model(request.model)
-    turn = Turn(door, conversation_of(door, request), bool(request.stream))
+    model = served.check_model(request.model)
+    turn = Turn(served, conversation_of(served, request), bool(request.stream))
     turn.prepare(_sampling(request))
     return request, model, turn
 
 
-async def message(door: Door, asked: tuple[MessagesRequest, str, Turn]) -> Response:
+async def message(served: ServedModel, asked: tuple[MessagesRequest, str, Turn]) -> Response:
     """asked: what read_message returned. Raises ApiError."""
     request, model, turn = asked
     await turn.encode()
     # An answer that the model's context cuts before max_tokens has a stop reason that says so.
-    room = door.limits.max_seq_len - len(turn.prompt)
+    room = served.limits.max_seq_len - len(turn.prompt)
     await turn.submit(_sampling(request), 1, request.max_tokens if request.max_tokens <= room else None)
-    return respond(door, turn.streams, _Reply(turn, request, model), request.stream)
+    return respond(served, turn.streams, _Reply(turn, request, model), request.stream)
 
 
-def read_count(door: Door, body: bytes) -> str:
+def read_count(served: ServedModel, body: bytes) -> str:
     """The text whose tokens a request wants counted. Raises ApiError."""
     request = decode(CountTokensRequest, body)
-    door.check_model(request.model)
-    return render(door, conversation_of(door, request))
+    served.check_model(request.model)
+    return render(served, conversation_of(served, request))
 
 
-async def count_tokens(door: Door, text: str) -> dict[str, Any]:
+async def count_tokens(served: ServedModel, text: str) -> dict[str, Any]:
     """The answer of /v1/messages/count_tokens. Raises ApiError."""
-    (ids,) = await door.encode([text], False, field="messages")
+    (ids,) = await served.encode([text], False, field="messages")
     return {"input_tokens": len(ids)}
 
 
-def conversation_of(door: Door, request: CountTokensRequest) -> Conversation:
+def conversation_of(served: ServedModel, request: CountTokensRequest) -> Conversation:
     """What the model is asked. Raises ApiError."""
     messages, places = messages_of(request)
-    variables = _reasoning(door, request.thinking) if request.thinking is not None else {}
+    variables = _reasoning(served, request.thinking) if request.thinking is not None else {}
     config, guide = request.output_config or OutputConfig(), NO_GUIDE
     if config.effort is not None:
-        add_effort(door, variables, config.effort, "output_config.effort")
+        add_effort(served, variables, config.effort, "output_config.effort")
     if config.format is not None:
         guide = schema_guide(config.format.schema, "output_config.format")
     prefilled = messages[-1]["role"] == "assistant"
@@ -230,15 +230,15 @@ def _tools(request: CountTokensRequest) -> Tools:
     return read_tools(tools, choice, not given.disable_parallel_tool_use, places)
 
 
-def _reasoning(door: Door, thinking: Thinking) -> dict[str, Any]:
+def _reasoning(served: ServedModel, thinking: Thinking) -> dict[str, Any]:
     """The template's variables for it: its switch and its budget, if it has them."""
-    source = door.template.source if door.template else ""
-    switch = door.template.switch if door.template else None
+    source = served.template.source if served.template else ""
+    switch = served.template.switch if served.template else None
     if thinking.type != "enabled":
         return {switch: False} if switch and thinking.type == "disabled" else {}
     if thinking.budget_tokens is None:
         raise field_error("thinking.budget_tokens", "is missing")
-    if switch is None and door.reasoning_format == NONE:
+    if switch is None and served.reasoning_format == NONE:
         raise field_error(
             "thinking.type", "is enabled, but the checkpoint's chat template has no reasoning; leave it out"
         )
@@ -292,7 +292,7 @@ class _Reply(Items):
             "output_tokens": usage["completion_tokens"],
         }
         if whole:
-            thought = self._turn.door.tokenizer.encode_batch(self._thought, False)
+            thought = self._turn.served.tokenizer.encode_batch(self._thought, False)
             tokens["output_tokens_details"] = {"thinking_tokens": sum(map(len, thought))}
         return tokens
 
@@ -333,7 +333,7 @@ class _Reply(Items):
         if answer.calls and called and not answer.stopped_in_call:
             return "tool_use"
         # The checkpoint's own stop words end a turn.
-        own = set(self._turn.door.defaults.stop_strings) - set(self._request.stop_sequences or ())
+        own = set(self._turn.served.defaults.stop_strings) - set(self._request.stop_sequences or ())
         stopped = chunk.code == protocol.FINISHED_STOP_WORDS and self._stream.stop_word not in own
         return STOPPED if stopped else "end_turn"
 
@@ -352,7 +352,7 @@ class _Reply(Items):
         if kind == "thinking":
             block["signature"] = ""
         elif kind == "tool_use":
-            made = each.call_id or new_call_id(self._turn.door.tool_format)
+            made = each.call_id or new_call_id(self._turn.served.tool_format)
             block = {"type": kind, "id": made, "name": each.text, "input": {}}
         self._items.append(block)
         return [{"type": "content_block_start", "index": len(self._items) - 1, "content_block": dict(block)}]

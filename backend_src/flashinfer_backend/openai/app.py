@@ -29,18 +29,17 @@ from flashinfer_backend import __version__
 from flashinfer_backend.openai.adapters import (
     LoadRequest,
     UnloadRequest,
-    door_of_load,
-    door_of_unload,
     load_adapter,
     read_load,
     read_unload,
+    served_by_load,
+    served_by_unload,
     unload_adapter,
 )
 from flashinfer_backend.openai.anthropic import count_tokens, message, read_count, read_message
 from flashinfer_backend.openai.chat import chat, read_chat
 from flashinfer_backend.openai.completions import completions, read_completion
 from flashinfer_backend.openai.description import description
-from flashinfer_backend.openai.door import Door, asked_door
 from flashinfer_backend.openai.embeddings import (
     embeddings,
     read_embeddings,
@@ -56,9 +55,9 @@ from flashinfer_backend.openai.metrics import Metrics, ModelState
 from flashinfer_backend.openai.profiling import (
     StartProfile,
     StopProfile,
-    door_of_profile,
     read_start,
     read_stop,
+    served_by_profile,
     start_profile,
     stop_profile,
 )
@@ -77,6 +76,7 @@ from flashinfer_backend.openai.requests import (
     model_of,
 )
 from flashinfer_backend.openai.responses import read_responses, responses, store_of
+from flashinfer_backend.openai.served_model import ServedModel, find_model
 from flashinfer_backend.openai.tokens import read_detokenize, read_tokenize, shown_text, tokenize
 
 PAGE = Path(__file__).with_name("page.html")
@@ -102,37 +102,37 @@ class Access:
     origins: Sequence[str] = ()
 
 
-def _door_of_model(doors: Sequence[Door], body: bytes) -> Door:
-    """The door to the model that a body names. Raises ApiError."""
-    return doors[0] if len(doors) == 1 else asked_door(doors, model_of(body))
+def _served_by_name(models: Sequence[ServedModel], body: bytes) -> ServedModel:
+    """The model that a body names. Raises ApiError."""
+    return models[0] if len(models) == 1 else find_model(models, model_of(body))
 
 
 class Post(NamedTuple):
     """A path that takes a body. kind: the body's struct. read: does all the work that grows with the body,
     except tokenizing. tasks: the tasks of models that serve the path; none: all models do. choose: finds the
-    door from the body."""
+    model from the body."""
 
     path: str
     kind: type[msgspec.Struct]
-    read: Callable[[Door, bytes], Any]
-    handle: Callable[[Door, Any], Awaitable[Any]]
+    read: Callable[[ServedModel, bytes], Any]
+    handle: Callable[[ServedModel, Any], Awaitable[Any]]
     tasks: Sequence[str] = ()
     versions: Sequence[str] = VERSIONS
-    choose: Callable[[Sequence[Door], bytes], Door] = _door_of_model
+    choose: Callable[[Sequence[ServedModel], bytes], ServedModel] = _served_by_name
 
     def paths(self) -> list[str]:
         return [prefix + self.path for prefix in self.versions]
 
 
-def make_app(doors: Sequence[Door], access: Access) -> ASGIApp:
-    """The ASGI application of one process. doors: to each model."""
-    shared, posts, bodies = doors[0].metrics, _posts(doors), Bodies(access.max_body_bytes)
+def make_app(models: Sequence[ServedModel], access: Access) -> ASGIApp:
+    """The ASGI application of one process. models: all that it serves."""
+    shared, posts, bodies = models[0].metrics, _posts(models), Bodies(access.max_body_bytes)
     routes = [
-        Route(path, _endpoint(post, doors, bodies), methods=["POST"])
+        Route(path, _endpoint(post, models, bodies), methods=["POST"])
         for post in posts
         for path in post.paths()
     ]
-    routes += [*_of_models(doors), *_of_kept_responses(doors[0]), *_of_state(doors)]
+    routes += [*_of_models(models), *_of_kept_responses(models[0]), *_of_state(models)]
 
     async def openapi(request: Request) -> Response:
         kinds = {path: post.kind for post in posts for path in post.paths()}
@@ -156,7 +156,7 @@ def _paths(routes: Sequence[Route], method: str) -> list[str]:
     return [route.path_format for route in routes if method in (route.methods or ())]
 
 
-def _posts(doors: Sequence[Door]) -> list[Post]:
+def _posts(models: Sequence[ServedModel]) -> list[Post]:
     generate, embed, score_ = ("generate",), ("embed",), ("score",)
     found = [
         Post("/chat/completions", ChatRequest, read_chat, chat, generate),
@@ -170,14 +170,14 @@ def _posts(doors: Sequence[Door]) -> list[Post]:
         Post("/tokenize", TokenizeRequest, read_tokenize, tokenize),
         Post("/detokenize", DetokenizeRequest, read_detokenize, shown_text),
     ]
-    if any(door.adapters is not None and door.model.lora_root is not None for door in doors):
-        load = partial(load_adapter, doors)
+    if any(served.adapters is not None and served.model.lora_root is not None for served in models):
+        load = partial(load_adapter, models)
         found += [
-            Post("/load_lora_adapter", LoadRequest, read_load, load, choose=door_of_load),
-            Post("/unload_lora_adapter", UnloadRequest, read_unload, unload_adapter, choose=door_of_unload),
+            Post("/load_lora_adapter", LoadRequest, read_load, load, choose=served_by_load),
+            Post("/unload_lora_adapter", UnloadRequest, read_unload, unload_adapter, choose=served_by_unload),
         ]
-    if any(door.model.profiles for door in doors):
-        of = (), ("",), door_of_profile
+    if any(served.model.profiles for served in models):
+        of = (), ("",), served_by_profile
         found += [
             Post("/start_profile", StartProfile, read_start, start_profile, *of),
             Post("/stop_profile", StopProfile, read_stop, stop_profile, *of),
@@ -185,55 +185,57 @@ def _posts(doors: Sequence[Door]) -> list[Post]:
     return found
 
 
-def _endpoint(post: Post, doors: Sequence[Door], bodies: Bodies) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(
+    post: Post, models: Sequence[ServedModel], bodies: Bodies
+) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         async with bodies.arriving(request) as body:
-            door = await bodies.read(post.choose, doors, body)
+            served = await bodies.read(post.choose, models, body)
             if post.tasks:
-                door.check_task(request.url.path, post.tasks)
-            await door.attached()
-            asked = await bodies.read(post.read, door, body)
-        answer = await post.handle(door, asked)
+                served.check_task(request.url.path, post.tasks)
+            await served.attached()
+            asked = await bodies.read(post.read, served, body)
+        answer = await post.handle(served, asked)
         return answer if isinstance(answer, Response) else _json(answer)
 
     return endpoint
 
 
-def _of_models(doors: Sequence[Door]) -> Iterator[Route]:
-    async def models(request: Request) -> Response:
-        data = [_model(door, name) for door in doors for name in door.all_names]
+def _of_models(models: Sequence[ServedModel]) -> Iterator[Route]:
+    async def list_models(request: Request) -> Response:
+        data = [_model(served, name) for served in models for name in served.all_names]
         return _json({"object": "list", "data": data})
 
     async def model(request: Request) -> Response:
         if not (name := request.path_params["name"]):
-            return await models(request)
-        door = asked_door(doors, name)
-        return _json(_model(door, door.check_model(name)))
+            return await list_models(request)
+        served = find_model(models, name)
+        return _json(_model(served, served.check_model(name)))
 
     for prefix in VERSIONS:
-        yield Route(f"{prefix}/models", models)
+        yield Route(f"{prefix}/models", list_models)
         yield Route(prefix + "/models/{name:path}", model)
 
 
-def _of_kept_responses(door: Door) -> Iterator[Route]:
+def _of_kept_responses(served: ServedModel) -> Iterator[Route]:
     async def response(request: Request) -> Response:
         name = request.path_params["name"]
         if request.method != "DELETE":
             if request.query_params.get("stream") == "true":
                 raise field_error("stream", "is not supported for a kept response")
-            return Response(store_of(door).response(name), media_type="application/json")
-        store_of(door).delete(name)
+            return Response(store_of(served).response(name), media_type="application/json")
+        store_of(served).delete(name)
         return _json({"id": name, "object": "response", "deleted": True})
 
     for prefix in VERSIONS:
         yield Route(prefix + "/responses/{name}", response, methods=["GET", "DELETE"])
 
 
-def _of_state(doors: Sequence[Door]) -> Iterator[Route]:
+def _of_state(models: Sequence[ServedModel]) -> Iterator[Route]:
     """Paths that tell how the server is, and the page."""
 
     async def health(request: Request) -> Response:
-        return Response(status_code=200 if all(door.ready for door in doors) else 503)
+        return Response(status_code=200 if all(served.ready for served in models) else 503)
 
     async def version(request: Request) -> Response:
         return _json({"version": __version__})
@@ -241,14 +243,14 @@ def _of_state(doors: Sequence[Door]) -> Iterator[Route]:
     async def metrics(request: Request) -> Response:
         states = [
             ModelState(
-                door.name,
-                door.link.engines.statuses,
-                None if door.adapters is None else door.adapters.folders,
-                door.model.engine.max_loras,
+                served.name,
+                served.link.engines.statuses,
+                None if served.adapters is None else served.adapters.folders,
+                served.model.engine.max_loras,
             )
-            for door in doors
+            for served in models
         ]
-        return Response(doors[0].metrics.text(states), headers={"content-type": METRICS_TYPE})
+        return Response(models[0].metrics.text(states), headers={"content-type": METRICS_TYPE})
 
     async def page(request: Request) -> Response:
         return FileResponse(PAGE, media_type="text/html")
@@ -401,15 +403,15 @@ def _json(content: Any) -> Response:
     return Response(msgspec.json.encode(content), media_type="application/json")
 
 
-def _model(door: Door, name: str) -> dict[str, Any]:
-    status, adapter = door.link.engines.status, door.adapter_folder(name)
-    of_adapter = {} if adapter is None else {"root": adapter, "parent": door.name}
+def _model(served: ServedModel, name: str) -> dict[str, Any]:
+    status, adapter = served.link.engines.status, served.adapter_folder(name)
+    of_adapter = {} if adapter is None else {"root": adapter, "parent": served.name}
     return {
         "id": name,
         "object": "model",
-        "created": door.model.created,
+        "created": served.model.created,
         "owned_by": "flashinfer-backend",
         **of_adapter,
-        **({} if door.pooling is None else {"task": door.pooling.task}),
+        **({} if served.pooling is None else {"task": served.pooling.task}),
         "max_model_len": status.max_seq_len if status else None,
     }

@@ -23,7 +23,6 @@ from flashinfer_backend.openai.answer import (
     take_text,
     text_of_ids,
 )
-from flashinfer_backend.openai.door import Door, generation_request
 from flashinfer_backend.openai.errors import ApiError, field_error, wrong_value
 from flashinfer_backend.openai.formats import choice as formats
 from flashinfer_backend.openai.formats import harmony
@@ -51,6 +50,7 @@ from flashinfer_backend.openai.sampling import (
     sampling_params,
     shortened,
 )
+from flashinfer_backend.openai.served_model import ServedModel, generation_request
 from flashinfer_backend.openai.strict import CALLS_OR_JSON, calls_guide
 from flashinfer_backend.openai.template import plain_messages
 from flashinfer_backend.openai.token_lists import chat_log_probs, check_prompt_logits, prompt_log_probs
@@ -78,8 +78,8 @@ class Conversation:
 class Turn:
     """One answer to a conversation, submitted: its sequences, and how their text is read."""
 
-    def __init__(self, door: Door, conversation: Conversation, streaming: bool) -> None:
-        self.door, self.conversation = door, conversation
+    def __init__(self, served: ServedModel, conversation: Conversation, streaming: bool) -> None:
+        self.served, self.conversation = served, conversation
         self.tools = conversation.tools
         # The answer ends with its first call, so its text is followed as it comes, streamed or not.
         self.one_call = self.tools.choice == AUTO and not self.tools.parallel
@@ -93,8 +93,8 @@ class Turn:
                 )
             self.guide = self.tools.guide
         # Forced calls are plain JSON, whatever the model's own format.
-        self.tool_format = door.tool_format if self.tools.choice == AUTO else "none"
-        self.reasoning_format = door.reasoning_format if self.guide == NO_GUIDE else "none"
+        self.tool_format = served.tool_format if self.tools.choice == AUTO else "none"
+        self.reasoning_format = served.reasoning_format if self.guide == NO_GUIDE else "none"
         # An answer that follows a guide of the request's own follows no other, but for the format of content:
         # such an answer may call functions instead.
         self.calls_or_json = (
@@ -117,13 +117,13 @@ class Turn:
 
     def prepare(self, request: Sampling) -> None:
         """Renders the prompt, and makes what takes time by the request's size. Raises ApiError."""
-        conversation, door = self.conversation, self.door
-        limits = door.limits
-        text = render(door, conversation)
-        if self.guide != NO_GUIDE and door.reasoning_format == "harmony":
+        conversation, served = self.conversation, self.served
+        limits = served.limits
+        text = render(served, conversation)
+        if self.guide != NO_GUIDE and served.reasoning_format == "harmony":
             text = harmony.opened(text)
         self.text = text
-        if self.tools.choice == AUTO and door.tool_format == "none":
+        if self.tools.choice == AUTO and served.tool_format == "none":
             known = ", ".join(name for name in formats.TOOL_FORMATS if name != "none")
             raise ApiError(
                 "the checkpoint's chat template shows no known format of tool calls; start the server with"
@@ -145,12 +145,12 @@ class Turn:
         marks = formats.WITH_SPECIAL_TOKENS
         special = self.tool_format in marks or self.reasoning_format in marks
         self.skip_special_tokens = request.skip_special_tokens and not special
-        self.tokens = named_tokens(request, limits, door.tokenizer)
+        self.tokens = named_tokens(request, limits, served.tokenizer)
 
     async def encode(self) -> None:
         """Makes ids of what was prepared. Raises ApiError."""
         field = self.conversation.field
-        (self.prompt,) = await self.door.encode(
+        (self.prompt,) = await self.served.encode(
             [self.text], self.conversation.add_special_tokens, field=field
         )
         if not self.prompt:
@@ -167,28 +167,28 @@ class Turn:
         prompt_top: int | None = None,
     ) -> None:
         """Hands what was prepared to the engine. n: answers. prompt_top: prompt_logprobs. Raises ApiError."""
-        door = self.door
+        served = self.served
         if not self.prompt:
             await self.encode()
-        self.prompt = shortened(self.prompt, request, door.limits)
+        self.prompt = shortened(self.prompt, request, served.limits)
         params = sampling_params(
-            request, door.defaults, door.limits, self.tokens, door.tokenizer.eos_id,
+            request, served.defaults, served.limits, self.tokens, served.tokenizer.eos_id,
             Length(len(self.prompt), max_tokens, self.conversation.field, max_tokens_field),
-            self.guide, log_probs, top, adapter=door.adapter(request.model),
+            self.guide, log_probs, top, adapter=served.adapter(request.model),
         )  # fmt: skip
 
         def reduce(prompt: np.ndarray, logits: memoryview) -> Raw:
             assert prompt_top is not None
-            return prompt_log_probs(prompt, logits, prompt_top, door.token_texts)
+            return prompt_log_probs(prompt, logits, prompt_top, served.token_texts)
 
         if prompt_top is not None:
             size = len(self.prompt)
-            check_prompt_logits("prompt_logprobs", "prompt_logprobs", request.stream, size, door.limits)
+            check_prompt_logits("prompt_logprobs", "prompt_logprobs", request.stream, size, served.limits)
             params.context_logits = True
         # ignore_eos asks for all of its tokens.
-        stops = [] if request.ignore_eos else door.defaults.stop_strings
+        stops = [] if request.ignore_eos else served.defaults.stop_strings
         row = generation_request(request, self.prompt, params, self.streaming, self.guide, stops)
-        self.streams = door.generate([(row, n)], self.skip_special_tokens, reduce)
+        self.streams = served.generate([(row, n)], self.skip_special_tokens, reduce)
 
     def reader(self) -> Reader:
         if self.tools.named is not None:
@@ -207,8 +207,8 @@ def _asked(messages: Sequence[Mapping[str, Any]]) -> str:
     return texts[-1].strip() if texts and isinstance(texts[-1], str) else ""
 
 
-def render(door: Door, conversation: Conversation) -> str:
-    return door.render(
+def render(served: ServedModel, conversation: Conversation) -> str:
+    return served.render(
         conversation.messages,
         tools=conversation.tools.shown or None,
         documents=conversation.documents,
@@ -225,7 +225,7 @@ class Answer:
     def __init__(self, turn: Turn, stream: Stream) -> None:
         self._turn, self._stream = turn, stream
         self._reader = turn.reader()
-        self._decoder = turn.door.decoder(turn.skip_special_tokens)
+        self._decoder = turn.served.decoder(turn.skip_special_tokens)
         self.calls = 0
         self.calls_sent = 0  # of a stream
         self.finish: str | None = None  # why it ended
@@ -245,9 +245,9 @@ class Answer:
                 events += self._followed(self._reader.feed(text))
                 used += 1
             del chunk.ids[used:]
-            note_sent(self._turn.door, self._stream, chunk)
+            note_sent(self._turn.served, self._stream, chunk)
         else:
-            text = take_text(self._turn.door, self._stream, chunk, self._decoder)
+            text = take_text(self._turn.served, self._stream, chunk, self._decoder)
             events += self._followed(self._reader.feed(text))
         if chunk.last and not self._cut:
             events += self._followed(self._reader.finish())
@@ -291,21 +291,21 @@ class Answer:
     def new_call(self, each: Event) -> dict[str, Any]:
         """A call that has just begun, without its arguments."""
         return {
-            "id": each.call_id or new_call_id(self._turn.door.tool_format),
+            "id": each.call_id or new_call_id(self._turn.served.tool_format),
             "type": "function",
             "function": {"name": each.text, "arguments": ""},
         }
 
 
-def read_chat(door: Door, body: bytes) -> tuple[ChatRequest, str, Turn]:
+def read_chat(served: ServedModel, body: bytes) -> tuple[ChatRequest, str, Turn]:
     """A request, its model, and its turn, prepared. Raises ApiError."""
     request = decode(ChatRequest, body)
-    model = door.check_model(request.model)
+    model = served.check_model(request.model)
     if len({request.max_completion_tokens, request.max_tokens} - {None}) > 1:
         raise field_error("max_tokens", "is an older name of max_completion_tokens; give one of them")
     variables = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
-        add_effort(door, variables, request.reasoning_effort, "reasoning_effort")
+        add_effort(served, variables, request.reasoning_effort, "reasoning_effort")
     conversation = Conversation(
         plain_messages(request.messages),
         read_tools(request.tools, request.tool_choice, request.parallel_tool_calls),
@@ -313,12 +313,12 @@ def read_chat(door: Door, body: bytes) -> tuple[ChatRequest, str, Turn]:
         request.documents, request.add_generation_prompt is not False, request.continue_final_message,
         request.add_special_tokens,
     )  # fmt: skip
-    turn = Turn(door, conversation, bool(request.stream))
+    turn = Turn(served, conversation, bool(request.stream))
     turn.prepare(request)
     return request, model, turn
 
 
-async def chat(door: Door, asked: tuple[ChatRequest, str, Turn]) -> Response:
+async def chat(served: ServedModel, asked: tuple[ChatRequest, str, Turn]) -> Response:
     """asked: what read_chat returned. Raises ApiError."""
     request, model, turn = asked
     field = "max_completion_tokens" if request.max_tokens is None else "max_tokens"
@@ -326,10 +326,10 @@ async def chat(door: Door, asked: tuple[ChatRequest, str, Turn]) -> Response:
         request, request.n or 1, getattr(request, field), field, bool(request.logprobs),
         request.top_logprobs or 0, request.prompt_logprobs,
     )  # fmt: skip
-    return respond(door, turn.streams, _Reply(turn, request, model), request.stream)
+    return respond(served, turn.streams, _Reply(turn, request, model), request.stream)
 
 
-def add_effort(door: Door, variables: dict[str, Any], effort: Any, param: str) -> None:
+def add_effort(served: ServedModel, variables: dict[str, Any], effort: Any, param: str) -> None:
     """Gives it to the template. `none` switches reasoning off instead, if there is a switch.
     param: the field's place in the request. Raises ApiError where chat_template_kwargs says another one, and
     for an effort that the template has not, unless the server is to ignore it."""
@@ -340,7 +340,7 @@ def add_effort(door: Door, variables: dict[str, Any], effort: Any, param: str) -
         )
     if not isinstance(effort, str):
         raise wrong_value(param, effort, "a text, such as low")
-    template = door.template
+    template = served.template
     if template is None:
         variables["reasoning_effort"] = effort
     elif effort == "none" and template.switch is not None and template.reads(template.switch):
@@ -350,7 +350,7 @@ def add_effort(door: Door, variables: dict[str, Any], effort: Any, param: str) -
         variables["reasoning_effort"] = template.effort(effort)
     elif effort == "none":
         pass
-    elif door.model.ignore_effort:
+    elif served.model.ignore_effort:
         _log_ignored()
     else:
         raise field_error(
@@ -380,7 +380,7 @@ class _Reply(Choices):
     def _log_probs(self, chunk: Chunk) -> list[Raw]:
         if not self._request.logprobs:
             return []
-        return chat_log_probs(chunk, self._turn.door.chat_tokens, self._request.top_logprobs or 0)
+        return chat_log_probs(chunk, self._turn.served.chat_tokens, self._request.top_logprobs or 0)
 
     async def body(self) -> dict[str, Any]:
         events: list[list[Event]] = [[] for _ in self._answers]

@@ -13,7 +13,6 @@ from starlette.responses import Response
 
 from flashinfer_backend.core.bounds import MOST_CHOICES
 from flashinfer_backend.openai.answer import Choices, finish_reason, respond, take_text
-from flashinfer_backend.openai.door import Door, generation_request
 from flashinfer_backend.openai.errors import ApiError, field_error
 from flashinfer_backend.openai.link import ClientLeft, Stream, Streams
 from flashinfer_backend.openai.requests import CompletionRequest, decode
@@ -28,6 +27,7 @@ from flashinfer_backend.openai.sampling import (
     sampling_params,
     shortened,
 )
+from flashinfer_backend.openai.served_model import ServedModel, generation_request
 from flashinfer_backend.openai.token_lists import (
     TokenLists,
     check_prompt_logits,
@@ -57,10 +57,10 @@ class PromptReport(NamedTuple):
     by_id: Raw | None
 
 
-def read_completion(door: Door, body: bytes) -> Asked:
+def read_completion(served: ServedModel, body: bytes) -> Asked:
     """Raises ApiError."""
     request = decode(CompletionRequest, body)
-    model, limits = door.check_model(request.model), door.limits
+    model, limits = served.check_model(request.model), served.limits
     prompts = _prompts(request.prompt, limits)
     count = request.best_of or request.n or 1
     if count * len(prompts) > MOST_CHOICES:
@@ -70,15 +70,15 @@ def read_completion(door: Door, body: bytes) -> Asked:
             param="prompt",
         )
     guide = guide_of(request.response_format, request)
-    return Asked(request, model, prompts, guide, named_tokens(request, limits, door.tokenizer))
+    return Asked(request, model, prompts, guide, named_tokens(request, limits, served.tokenizer))
 
 
-async def completions(door: Door, asked: Asked) -> Response:
+async def completions(served: ServedModel, asked: Asked) -> Response:
     """Raises ApiError."""
-    request, model, limits = asked.request, asked.model, door.limits
+    request, model, limits = asked.request, asked.model, served.limits
     prompts: Sequence[Any] = asked.prompts
     if isinstance(prompts[0], str):
-        prompts = await door.encode(prompts, request.add_special_tokens)
+        prompts = await served.encode(prompts, request.add_special_tokens)
         _check_ids(prompts, limits)
     prompts = [shortened(prompt, request, limits) for prompt in prompts]
     n = request.n or 1
@@ -92,15 +92,15 @@ async def completions(door: Door, asked: Asked) -> Response:
     rows = []
     for prompt in prompts:
         params = sampling_params(
-            request, door.defaults, limits, asked.tokens, door.tokenizer.eos_id,
+            request, served.defaults, limits, asked.tokens, served.tokenizer.eos_id,
             Length(len(prompt), 1 if request.max_tokens == 0 else request.max_tokens), asked.guide,
             request.logprobs is not None or count > n, request.logprobs or 0,
-            adapter=door.adapter(request.model),
+            adapter=served.adapter(request.model),
         )  # fmt: skip
         params.context_logits = echoed or by_id is not None
         rows.append((generation_request(request, prompt, params, bool(request.stream), asked.guide), count))
-    texts = door.token_texts
-    written = door.decoder(request.skip_special_tokens)
+    texts = served.token_texts
+    written = served.decoder(request.skip_special_tokens)
 
     def reduce(prompt: np.ndarray, logits: memoryview) -> PromptReport:
         return PromptReport(
@@ -108,8 +108,8 @@ async def completions(door: Door, asked: Asked) -> Response:
             None if by_id is None else prompt_log_probs(prompt, logits, by_id, texts),
         )
 
-    streams = door.generate(rows, request.skip_special_tokens, reduce)
-    return respond(door, streams, _Reply(door, request, model, streams, count), request.stream)
+    streams = served.generate(rows, request.skip_special_tokens, reduce)
+    return respond(served, streams, _Reply(served, request, model, streams, count), request.stream)
 
 
 def _prompts(given: str | list[Any], limits: Limits) -> list[Any]:
@@ -144,17 +144,17 @@ def _not_prompts() -> ApiError:
 
 class _Reply(Choices):
     def __init__(
-        self, door: Door, request: CompletionRequest, model: str, streams: Streams, count: int
+        self, served: ServedModel, request: CompletionRequest, model: str, streams: Streams, count: int
     ) -> None:
         """count: completions that are made for each prompt."""
         super().__init__(request, model, streams, "cmpl", "text_completion")
-        self._door, self._request, self._streams, self._count = door, request, streams, count
-        self._decoder = door.decoder(request.skip_special_tokens)
+        self._served, self._request, self._streams, self._count = served, request, streams, count
+        self._decoder = served.decoder(request.skip_special_tokens)
         self._offsets: dict[int, int] = {}  # characters of each stream so far
 
     def _take(self, stream: Stream, chunk: Chunk) -> str:
         self._usage.note(stream, chunk)
-        text = take_text(self._door, stream, chunk, self._decoder)
+        text = take_text(self._served, stream, chunk, self._decoder)
         if self._request.max_tokens == 0:  # the engine makes at least one
             chunk.ids.clear()
             stream.timing.sent = 0
@@ -176,7 +176,7 @@ class _Reply(Choices):
             return None
         top = self._request.logprobs or 0
         offset = self._offsets.get(stream.index, 0)
-        lists = TokenLists(self._door.token_texts, self._decoder, offset, stream.context_ids)
+        lists = TokenLists(self._served.token_texts, self._decoder, offset, stream.context_ids)
         if len(chunk.ids) * (1 + top) < MANY_LOG_PROBS:
             lists.add_chunk(chunk, top)
         else:
@@ -187,7 +187,7 @@ class _Reply(Choices):
     def _shown(self, lists: TokenLists | None) -> dict[str, Raw] | None:
         if self._request.logprobs is None:
             return None
-        return (lists or TokenLists(self._door.token_texts, self._decoder)).json()
+        return (lists or TokenLists(self._served.token_texts, self._decoder)).json()
 
     async def body(self) -> dict[str, Any]:
         request, n = self._request, self._request.n or 1

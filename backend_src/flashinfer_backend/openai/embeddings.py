@@ -22,7 +22,6 @@ from flashinfer_backend.core.bounds import ALL_PROMPTS, MIB, MOST_INPUTS
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.core.values import shown
 from flashinfer_backend.openai.answer import JsonResponse, Usage, note_sent
-from flashinfer_backend.openai.door import Door
 from flashinfer_backend.openai.errors import ApiError, field_error, wrong_value
 from flashinfer_backend.openai.link import Streams
 from flashinfer_backend.openai.requests import (
@@ -33,6 +32,7 @@ from flashinfer_backend.openai.requests import (
     decode,
 )
 from flashinfer_backend.openai.sampling import check_ids
+from flashinfer_backend.openai.served_model import ServedModel
 from flashinfer_backend.serving.generation import GenerationRequest
 
 # Qwen3-Reranker's prompt: https://huggingface.co/Qwen/Qwen3-Reranker-0.6B.
@@ -53,16 +53,16 @@ class Pairs(NamedTuple):
     documents: list[str]
 
 
-def read_embeddings(door: Door, body: bytes) -> tuple[EmbeddingRequest, list[Any]]:
+def read_embeddings(served: ServedModel, body: bytes) -> tuple[EmbeddingRequest, list[Any]]:
     """A request, and its inputs: texts with their prompt, or ids. Raises ApiError."""
     request = decode(EmbeddingRequest, body)
-    door.check_model(request.model)
+    served.check_model(request.model)
     name, given = request.prompt_name, request.input
-    if name is not None and name not in door.prompts:
-        known = ", ".join(door.prompts) or "none"
+    if name is not None and name not in served.prompts:
+        known = ", ".join(served.prompts) or "none"
         raise field_error("prompt_name", f"is {shown(name)}; the checkpoint's prompts are: {known}")
-    assert door.pooling is not None
-    most, size = request.dimensions, door.pooling.size
+    assert served.pooling is not None
+    most, size = request.dimensions, served.pooling.size
     if most is not None and most > size:
         raise field_error("dimensions", f"is {most}; the model's embeddings have {size}")
     inputs: list[Any] = [given] if isinstance(given, str) or (given and type(given[0]) is int) else given
@@ -70,7 +70,7 @@ def read_embeddings(door: Door, body: bytes) -> tuple[EmbeddingRequest, list[Any
     kinds = set(map(type, inputs))
     if kinds == {str}:
         _check_texts("input", inputs)
-        before = door.prompts.get(name or door.default_prompt or "", "")
+        before = served.prompts.get(name or served.default_prompt or "", "")
         return request, [before + text for text in inputs] if before else inputs
     if name is not None:
         raise field_error("prompt_name", "goes with texts, not with token ids")
@@ -81,19 +81,19 @@ def read_embeddings(door: Door, body: bytes) -> tuple[EmbeddingRequest, list[Any
                 f" of them empty; {place} is {shown(ids)}",
                 param=place,
             )
-        check_ids(place, (min(ids), max(ids)), door.limits)
+        check_ids(place, (min(ids), max(ids)), served.limits)
     return request, inputs
 
 
-async def embeddings(door: Door, asked: tuple[EmbeddingRequest, list[Any]]) -> Response:
+async def embeddings(served: ServedModel, asked: tuple[EmbeddingRequest, list[Any]]) -> Response:
     """Raises ApiError."""
     request, inputs = asked  # texts, or lists of ids
     places = _places("input", len(inputs))
     if isinstance(inputs[0], str):
-        inputs = await door.encode(inputs, request.add_special_tokens, places)
-    streams = _submit(door, request, inputs, places)
-    assert door.pooling is not None
-    normalize, as_text = door.pooling.normalize, request.encoding_format == "base64"
+        inputs = await served.encode(inputs, request.add_special_tokens, places)
+    streams = _submit(served, request, inputs, places)
+    assert served.pooling is not None
+    normalize, as_text = served.pooling.normalize, request.encoding_format == "base64"
 
     def shape(values: np.ndarray) -> msgspec.Raw:
         found = values[: request.dimensions]
@@ -107,18 +107,18 @@ async def embeddings(door: Door, asked: tuple[EmbeddingRequest, list[Any]]) -> R
         data = [{"object": "embedding", "index": i, "embedding": each} for i, each in enumerate(found)]
         return {"object": "list", "data": data}
 
-    return _answer(door, request, streams, "embd", places, shape, content)
+    return _answer(served, request, streams, "embd", places, shape, content)
 
 
-def read_rerank(door: Door, body: bytes) -> Pairs:
+def read_rerank(served: ServedModel, body: bytes) -> Pairs:
     """Raises ApiError."""
     request = decode(RerankRequest, body)
-    door.check_model(request.model)
+    served.check_model(request.model)
     documents = [each.get("text") if isinstance(each, dict) else each for each in request.documents]
-    return _pairs(door, request, "query", [request.query], "documents", documents)
+    return _pairs(served, request, "query", [request.query], "documents", documents)
 
 
-async def rerank(door: Door, asked: Pairs) -> Response:
+async def rerank(served: ServedModel, asked: Pairs) -> Response:
     """Raises ApiError."""
     request = asked.request
     assert isinstance(request, RerankRequest)
@@ -131,13 +131,13 @@ async def rerank(door: Door, asked: Pairs) -> Response:
             results.append({"index": i, **document, "relevance_score": found[i]})
         return {"results": results}
 
-    return await _scored(door, asked, "rerank", content)
+    return await _scored(served, asked, "rerank", content)
 
 
-def read_score(door: Door, body: bytes) -> Pairs:
+def read_score(served: ServedModel, body: bytes) -> Pairs:
     """Raises ApiError."""
     request = decode(ScoreRequest, body)
-    door.check_model(request.model)
+    served.check_model(request.model)
     sides: list[Any] = []
     for new, old in (("queries", "text_1"), ("documents", "text_2")):
         given = {name: value for name in (new, old) if (value := getattr(request, name)) is not None}
@@ -145,38 +145,38 @@ def read_score(door: Door, body: bytes) -> Pairs:
             raise field_error(new, f"or {old} should be there, and not both")
         for name, value in given.items():
             sides += [name, [value] if isinstance(value, str) else value]
-    return _pairs(door, request, *sides)
+    return _pairs(served, request, *sides)
 
 
-async def score(door: Door, asked: Pairs) -> Response:
+async def score(served: ServedModel, asked: Pairs) -> Response:
     """Raises ApiError."""
 
     def content(found: list[float]) -> dict[str, Any]:
         data = [{"index": i, "object": "score", "score": each} for i, each in enumerate(found)]
         return {"object": "list", "created": int(time.time()), "data": data}
 
-    return await _scored(door, asked, "score", content)
+    return await _scored(served, asked, "score", content)
 
 
 async def _scored(
-    door: Door, asked: Pairs, name: str, content: Callable[[list[Any]], dict[str, Any]]
+    served: ServedModel, asked: Pairs, name: str, content: Callable[[list[Any]], dict[str, Any]]
 ) -> Response:
     # The prompt's own last token is the one that is answered.
-    prompts = await door.encode(asked.prompts, False, asked.places)
-    streams = _submit(door, asked.request, prompts, asked.places)
+    prompts = await served.encode(asked.prompts, False, asked.places)
+    streams = _submit(served, asked.request, prompts, asked.places)
 
     def probability(values: np.ndarray) -> float:
         """The share of yes in the softmax of both logits, or the sigmoid of one."""
         logit = float(values[0]) - (float(values[1]) if len(values) > 1 else 0.0)
         return 1 / (1 + math.exp(-logit)) if logit > -700 else 0.0
 
-    return _answer(door, asked.request, streams, name, asked.places, probability, content)
+    return _answer(served, asked.request, streams, name, asked.places, probability, content)
 
 
 def _submit(
-    door: Door, request: PooledRequest, prompts: Sequence[list[int]], places: Sequence[str]
+    served: ServedModel, request: PooledRequest, prompts: Sequence[list[int]], places: Sequence[str]
 ) -> Streams:
-    most = door.limits.max_input_len
+    most = served.limits.max_input_len
     rows = []
     for place, ids in zip(places, prompts, strict=True):
         if not 1 <= len(ids) <= most:
@@ -185,7 +185,7 @@ def _submit(
                 f"has {len(ids)} tokens; it should have 1 to {most}",
                 code="context_length_exceeded" if ids else None,
             )
-        folder, name = door.adapter(request.model)
+        folder, name = served.adapter(request.model)
         params = SamplingParams(
             max_tokens=1, temperature=0.0, pooled=True, perf_metrics=True, adapter=folder, adapter_name=name
         )
@@ -194,11 +194,11 @@ def _submit(
             np.array(ids, "<i4"), params, priority=request.priority, timeout_us=timeout_us
         )
         rows.append((row, 1))
-    return door.generate(rows, skip_special_tokens=False)
+    return served.generate(rows, skip_special_tokens=False)
 
 
 def _answer(
-    door: Door,
+    served: ServedModel,
     request: PooledRequest,
     streams: Streams,
     name: str,
@@ -216,7 +216,7 @@ def _answer(
         async for stream, chunk in streams:
             usage.note(stream, chunk)
             chunk.ids.clear()  # the engine's one token means nothing
-            note_sent(door, stream, chunk)
+            note_sent(served, stream, chunk)
             values = [report.generation_logits for report in chunk.reports if report.generation_logits]
             pooled = np.frombuffer(values[0], "<f4")
             if not np.isfinite(pooled).all():  # JSON has no such numbers
@@ -231,13 +231,13 @@ def _answer(
             chunk.reports.clear()
         counts = usage.body()
         del counts["completion_tokens"]
-        return {"id": own_id, **content(found), "model": door.check_model(request.model), "usage": counts}
+        return {"id": own_id, **content(found), "model": served.check_model(request.model), "usage": counts}
 
-    return JsonResponse(door, streams, body, own_id)
+    return JsonResponse(served, streams, body, own_id)
 
 
 def _pairs(
-    door: Door,
+    served: ServedModel,
     request: RerankRequest | ScoreRequest,
     query: str,
     queries: list[Any],
@@ -257,7 +257,7 @@ def _pairs(
     # Before they are put together: each document brings its query.
     size, most = (
         sum(map(len, queries)) + sum(map(len, texts)),
-        ALL_PROMPTS * (door.model.max_prompt_bytes or MIB),
+        ALL_PROMPTS * (served.model.max_prompt_bytes or MIB),
     )
     if size > most:
         raise field_error(

@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 
 from flashinfer_backend.core.bounds import MOST_TRACED_STEPS
-from flashinfer_backend.openai.door import Door, able_door
 from flashinfer_backend.openai.errors import ApiError, field_error
 from flashinfer_backend.openai.link import unavailable
 from flashinfer_backend.openai.requests import decode, model_of
+from flashinfer_backend.openai.served_model import ServedModel, find_able_model
 from flashinfer_backend.transport.endpoint import EngineDown
 
 ANSWER_S = 60.0  # for the engines to answer, and for their files to be there
@@ -33,37 +33,37 @@ class StopProfile(msgspec.Struct, forbid_unknown_fields=True):
     model: str = ""
 
 
-def door_of_profile(doors: Sequence[Door], body: bytes) -> Door:
-    """The door to the model whose engines are traced. Raises ApiError."""
-    door = able_door(doors, model_of(body or b"{}"), lambda door: door.model.profiles)
-    if not door.model.profiles:
-        raise ApiError(f"the model {door.name} was built without profile_dir", 404, "model")
-    return door
+def served_by_profile(models: Sequence[ServedModel], body: bytes) -> ServedModel:
+    """The model whose engines are traced. Raises ApiError."""
+    served = find_able_model(models, model_of(body or b"{}"), lambda served: served.model.profiles)
+    if not served.model.profiles:
+        raise ApiError(f"the model {served.name} was built without profile_dir", 404, "model")
+    return served
 
 
-def read_start(door: Door, body: bytes) -> StartProfile:
+def read_start(served: ServedModel, body: bytes) -> StartProfile:
     """A body may be missing. Raises ApiError."""
     request = decode(StartProfile, body or b"{}")
     if not 1 <= request.steps <= MOST_TRACED_STEPS:
         raise field_error("steps", f"is {request.steps}; it should be 1 to {MOST_TRACED_STEPS}")
-    door.check_model(request.model)
+    served.check_model(request.model)
     return request
 
 
-def read_stop(door: Door, body: bytes) -> StopProfile:
+def read_stop(served: ServedModel, body: bytes) -> StopProfile:
     request = decode(StopProfile, body or b"{}")
-    door.check_model(request.model)
+    served.check_model(request.model)
     return request
 
 
-async def start_profile(door: Door, request: StartProfile) -> Any:
+async def start_profile(served: ServedModel, request: StartProfile) -> Any:
     """Has the engines trace their next steps. Raises ApiError."""
-    return {"steps": request.steps, "files": await _ask(door, request.steps)}
+    return {"steps": request.steps, "files": await _ask(served, request.steps)}
 
 
-async def stop_profile(door: Door, request: StopProfile) -> Any:
+async def stop_profile(served: ServedModel, request: StopProfile) -> Any:
     """The files of the trace, which ends if it has not. Raises ApiError."""
-    files = await _ask(door, 0)
+    files = await _ask(served, 0)
     deadline = asyncio.get_running_loop().time() + ANSWER_S
     while missing := [file for file in files if not Path(file).exists()]:
         if asyncio.get_running_loop().time() > deadline:
@@ -72,11 +72,11 @@ async def stop_profile(door: Door, request: StopProfile) -> Any:
     return {"files": files}
 
 
-async def _ask(door: Door, steps: int) -> list[str]:
+async def _ask(served: ServedModel, steps: int) -> list[str]:
     """Each engine's answer. Raises ApiError where one refuses or fails; others may have done what was
     asked."""
     try:
-        futures = door.link.engines.profile(steps)
+        futures = served.link.engines.profile(steps)
         waits = [asyncio.wrap_future(future) for future in futures.values()]
         _, late = await asyncio.wait(waits, timeout=ANSWER_S)
         if late:
@@ -86,6 +86,6 @@ async def _ask(door: Door, steps: int) -> list[str]:
         raise unavailable(str(error)) from None
     for number, answer in zip(futures, answers, strict=True):
         if answer.error:
-            engine = f"engine {number}: " if door.model.engine.replicas > 1 else ""
+            engine = f"engine {number}: " if served.model.engine.replicas > 1 else ""
             raise ApiError(engine + answer.error, 409 if answer.refused else 500)
     return [file for answer in answers for file in answer.files]

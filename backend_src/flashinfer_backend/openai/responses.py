@@ -17,13 +17,13 @@ from flashinfer_backend.core.bounds import CONVERSATION
 from flashinfer_backend.core.values import some
 from flashinfer_backend.openai.answer import encode, respond, unwrapped_text, wrapped_text
 from flashinfer_backend.openai.chat import Conversation, Turn, add_effort
-from flashinfer_backend.openai.door import Door
 from flashinfer_backend.openai.errors import ApiError, field_error, wrong_value
 from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, Event
 from flashinfer_backend.openai.items import Change, Items, named_event
 from flashinfer_backend.openai.no_effect import check_value
 from flashinfer_backend.openai.requests import ENCRYPTED_REASONING, ResponseFormat, ResponsesRequest, decode
 from flashinfer_backend.openai.sampling import Guide, guide_of
+from flashinfer_backend.openai.served_model import ServedModel
 from flashinfer_backend.openai.store import Store
 from flashinfer_backend.openai.template import Place, plain_messages
 from flashinfer_backend.openai.tools import new_call_id, read_tools
@@ -57,16 +57,18 @@ class Offered(NamedTuple):
     custom: bool
 
 
-def read_responses(door: Door, body: bytes) -> tuple[ResponsesRequest, str, Turn, list[dict[str, Any]]]:
+def read_responses(
+    served: ServedModel, body: bytes
+) -> tuple[ResponsesRequest, str, Turn, list[dict[str, Any]]]:
     """A request, its model, its turn, prepared, and the items of the response that it goes on from. Raises
     ApiError."""
     request = decode(ResponsesRequest, body)
-    model = door.check_model(request.model)
+    model = served.check_model(request.model)
     earlier: list[dict[str, Any]] = []
     if request.store:
-        store_of(door, "store")
+        store_of(served, "store")
     if request.previous_response_id is not None:
-        earlier = store_of(door, "previous_response_id").items(
+        earlier = store_of(served, "previous_response_id").items(
             request.previous_response_id, "previous_response_id"
         )
         most = CONVERSATION.items or 0
@@ -80,7 +82,7 @@ def read_responses(door: Door, body: bytes) -> tuple[ResponsesRequest, str, Turn
     reasoning = {name: value for name, value in (request.reasoning or {}).items() if value is not None}
     reasoning.pop("summary", None)  # reasoning is there whole
     if "effort" in reasoning:
-        add_effort(door, variables, reasoning.pop("effort"), "reasoning.effort")
+        add_effort(served, variables, reasoning.pop("effort"), "reasoning.effort")
     if reasoning:
         raise ApiError(f"reasoning.{next(iter(reasoning))} is not supported", param="reasoning")
     offered = offered_tools(request.tools or [])
@@ -100,27 +102,29 @@ def read_responses(door: Door, body: bytes) -> tuple[ResponsesRequest, str, Turn
         variables,
         field="input",
     )
-    turn = Turn(door, conversation, bool(request.stream))
+    turn = Turn(served, conversation, bool(request.stream))
     turn.prepare(request)
     return request, model, turn, earlier
 
 
-async def responses(door: Door, asked: tuple[ResponsesRequest, str, Turn, list[dict[str, Any]]]) -> Response:
+async def responses(
+    served: ServedModel, asked: tuple[ResponsesRequest, str, Turn, list[dict[str, Any]]]
+) -> Response:
     """asked: what read_responses returned. Raises ApiError."""
     request, model, turn, earlier = asked
     await turn.submit(request, 1, request.max_output_tokens, "max_output_tokens")
-    return respond(door, turn.streams, _Reply(turn, request, model, earlier), request.stream)
+    return respond(served, turn.streams, _Reply(turn, request, model, earlier), request.stream)
 
 
-def store_of(door: Door, param: str | None = None) -> Store:
+def store_of(served: ServedModel, param: str | None = None) -> Store:
     """Raises ApiError where responses are not kept."""
-    if door.store is None:
+    if served.store is None:
         raise ApiError(
             f"{param or 'the path'} needs kept responses: this server keeps none (--store-mib)",
             404 if param is None else 400,
             param,
         )
-    return door.store
+    return served.store
 
 
 def messages_of(
@@ -375,7 +379,9 @@ class _Reply(Items):
         self._offered = {one.tool["function"]["name"]: one for one in offered_tools(request.tools or [])}
         self._number = 0  # of events
         self._finish: str | None = None
-        self._store = turn.door.store if request.store is not False else None  # OpenAI's API keeps by default
+        self._store = (
+            turn.served.store if request.store is not False else None
+        )  # OpenAI's API keeps by default
 
     def _done(self) -> dict[str, Any]:
         """The whole response, kept if it is to be."""
@@ -424,7 +430,7 @@ class _Reply(Items):
     def _reasoning_tokens(self) -> int:
         """Number of tokens of the reasoning's text, encoded again."""
         texts = [item["content"][0]["text"] for item in self._items if item["type"] == "reasoning"]
-        return sum(map(len, self._turn.door.tokenizer.encode_batch(texts, False)))
+        return sum(map(len, self._turn.served.tokenizer.encode_batch(texts, False)))
 
     async def body(self) -> dict[str, Any]:
         async for _ in self._changes():
@@ -470,7 +476,7 @@ class _Reply(Items):
             offered = self._offered.get(each.text)
             if offered is not None and (space := offered.namespace):
                 item |= {"namespace": space, "name": each.text[len(flat_name(space, "")) :]}
-            item["call_id"] = each.call_id or new_call_id(self._turn.door.tool_format)
+            item["call_id"] = each.call_id or new_call_id(self._turn.served.tool_format)
         else:
             more: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
             item |= {**more, "content": []}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process of the OpenAI door, started by its parent: `python -m flashinfer_backend.openai.worker`.
+"""One process of the OpenAI API, started by its parent: `python -m flashinfer_backend.openai.worker`.
 
 Its options come as JSON on standard input, since they hold keys, which a command line would show to others.
 """
@@ -28,8 +28,8 @@ from flashinfer_backend.transport.addresses import MOST_FILES, raise_open_files
 if TYPE_CHECKING:  # the parent reads this module too, and needs none of these
     import uvicorn
 
-    from flashinfer_backend.openai.door import Door
     from flashinfer_backend.openai.metrics import Metrics
+    from flashinfer_backend.openai.served_model import ServedModel
 
 PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "prometheus_client")
 NO_MODEL = 3  # exit status: the checkpoint cannot be read, and could not the next time
@@ -78,7 +78,7 @@ def check_packages() -> None:
 
 
 def room_for_connections(asked: int) -> int:
-    """How many connections a process of the door takes, once it may open as many files as the system allows:
+    """How many connections a process of the API takes, once it may open as many files as the system allows:
     as many as asked for, or, asked for 0, as many as there are descriptors for. Raises ValueError where there
     are too few."""
     needed = RESERVED_FILES + max(asked, 1)
@@ -113,11 +113,11 @@ async def _run(options: WorkerOptions) -> int:
     try:
         names = [model.names[0] for model in options.models]
         metrics = Metrics(Path(options.metrics_dir), Path(options.doors), names)
-        doors = _make_doors(options, metrics)
+        models = _read_models(options, metrics)
     except (OSError, ValueError) as error:
         print(f"openai: {error}", file=sys.stderr, flush=True)
         return NO_MODEL
-    server = _make_server(options, doors, metrics)
+    server = _make_server(options, models, metrics)
 
     def end(*_: object) -> None:
         """uvicorn has its own handlers while it serves, and raises their signals again at its end."""
@@ -125,7 +125,7 @@ async def _run(options: WorkerOptions) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
-    _link_engines(options, doors, metrics)
+    _link_engines(options, models, metrics)
     attached = threading.Event()
 
     def tell(kind: bytes) -> None:
@@ -139,8 +139,8 @@ async def _run(options: WorkerOptions) -> int:
 
     def attach() -> None:
         try:
-            for door in doors:
-                door.link.engines.wait_ready()
+            for served in models:
+                served.link.engines.wait_ready()
             tell(b"+")
         except AssertionError:  # closed before there was an engine
             pass
@@ -154,33 +154,33 @@ async def _run(options: WorkerOptions) -> int:
     while not attached.is_set() and not server.should_exit and time.monotonic() < deadline:
         await asyncio.sleep(0.02)
     await server.serve(sockets=[socket.socket(fileno=options.listener)])
-    for door in doors:
-        await asyncio.to_thread(door.link.engines.close)
+    for served in models:
+        await asyncio.to_thread(served.link.engines.close)
     beating.cancel()
     return 0
 
 
-def _make_doors(options: WorkerOptions, metrics: Metrics) -> list[Door]:
-    from flashinfer_backend.openai.door import Door
+def _read_models(options: WorkerOptions, metrics: Metrics) -> list[ServedModel]:
+    from flashinfer_backend.openai.served_model import ServedModel
     from flashinfer_backend.openai.store import Store
     from flashinfer_backend.serving.adapters import AdapterNames
 
     store = Store(options.store_bytes) if options.store_bytes else None
-    doors = []
+    models = []
     for model in options.models:
         has_adapters = model.engine.max_loras > 0
         adapters = AdapterNames(model.engine, Path(model.run_dir)) if has_adapters else None
-        doors.append(Door(model, metrics, adapters, store))
-    return doors
+        models.append(ServedModel(model, metrics, adapters, store))
+    return models
 
 
-def _make_server(options: WorkerOptions, doors: list[Door], metrics: Metrics) -> uvicorn.Server:
+def _make_server(options: WorkerOptions, models: list[ServedModel], metrics: Metrics) -> uvicorn.Server:
     import uvicorn
 
     from flashinfer_backend.openai.app import Access, make_app
     from flashinfer_backend.openai.connection import ConnectionLimits, limited_config
 
-    app = make_app(doors, Access(options.keys, options.max_body_bytes, options.allowed_origins))
+    app = make_app(models, Access(options.keys, options.max_body_bytes, options.allowed_origins))
     limits = ConnectionLimits(options.receive_s, room_for_connections(options.max_connections))
     return uvicorn.Server(
         limited_config(
@@ -198,20 +198,20 @@ def _make_server(options: WorkerOptions, doors: list[Door], metrics: Metrics) ->
     )
 
 
-def _link_engines(options: WorkerOptions, doors: list[Door], metrics: Metrics) -> None:
+def _link_engines(options: WorkerOptions, models: list[ServedModel], metrics: Metrics) -> None:
     from flashinfer_backend.openai.link import EngineLink, LogitsRoom
     from flashinfer_backend.serving.engines import Engines
 
     room = LogitsRoom(options.prompt_logits_bytes, metrics.prompt_logits)
-    for door in doors:
-        config = door.model.engine
+    for served in models:
+        config = served.model.engine
         engines = Engines(
-            Path(door.model.run_dir),
+            Path(served.model.run_dir),
             config.replicas,
             reuse=config.enable_kv_cache_reuse,
             period_s=config.stats_check_period_ms / 1000,
         )
-        door.link = EngineLink(engines, asyncio.get_running_loop(), room)
+        served.link = EngineLink(engines, asyncio.get_running_loop(), room)
 
 
 if __name__ == "__main__":

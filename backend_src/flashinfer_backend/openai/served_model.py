@@ -36,14 +36,14 @@ SEEN_S, LOOK_S = 1.0, 0.02  # until each process has seen an engine that one has
 LONG_TEXT = 4096  # characters from which a text is tokenized in a thread, so that streams go on
 
 
-class Door:
-    """One process's access to one model. `asked_door` chooses among several."""
+class ServedModel:
+    """One process's access to one model. `find_model` chooses among several."""
 
     def __init__(
         self, model: Model, metrics: Metrics, adapters: AdapterNames | None = None, store: Store | None = None
     ) -> None:
         """adapters: None where the engine has no room for any. store: None where no responses are kept.
-        The doors of a process share metrics and store. Raises ValueError or OSError for a checkpoint that
+        All models of a process share metrics and store. Raises ValueError or OSError for a checkpoint that
         cannot be read."""
         self.model, self.metrics, self.adapters, self.store = model, metrics, adapters, store
         self.link: EngineLink  # set once the event loop runs
@@ -227,21 +227,23 @@ class Door:
         return self.template.render(messages, **options)
 
 
-def asked_door(doors: Sequence[Door], name: str) -> Door:
-    """The door to the model that a request names. A server's only model need not be named, and its door
-    refuses other names. Raises ApiError."""
-    if len(doors) == 1:
-        return doors[0]
-    for door in doors:
-        if door.has(name):
-            return door
-    raise _no_model(name, [each for door in doors for each in door.all_names])
+def find_model(models: Sequence[ServedModel], name: str) -> ServedModel:
+    """The model that a request names. A server's only model need not be named, and it refuses
+    other names. Raises ApiError."""
+    if len(models) == 1:
+        return models[0]
+    for served in models:
+        if served.has(name):
+            return served
+    raise _no_model(name, [each for served in models for each in served.all_names])
 
 
-def able_door(doors: Sequence[Door], name: str, able: Callable[[Door], bool]) -> Door:
+def find_able_model(
+    models: Sequence[ServedModel], name: str, able: Callable[[ServedModel], bool]
+) -> ServedModel:
     """The same where few models may be able to do what is asked: one alone need not be named."""
-    found = [door for door in doors if able(door)]
-    return found[0] if len(found) == 1 and not name else asked_door(doors, name)
+    found = [served for served in models if able(served)]
+    return found[0] if len(found) == 1 and not name else find_model(models, name)
 
 
 def _no_model(name: str, names: Sequence[str]) -> ApiError:
