@@ -50,6 +50,17 @@ class Source(NamedTuple):
         return self.part.rows.stop - self.part.rows.start
 
 
+class Stack(NamedTuple):
+    """One tensor of all experts' matrices, [E, N, K], or [E, K, N] where they are `transposed`. name: the
+    tensor's, within the layer; where the sources' module is the same, no checkpoint has experts apart. turns:
+    the rows of an expert's sources take turns; else they follow each other. In MXFP4, and biases, as GPT-OSS
+    has them: more tensors, never transposed, whose names begin with this one's."""
+
+    name: str
+    transposed: bool = False
+    turns: bool = False
+
+
 @dataclass(frozen=True)
 class Product:
     """One matrix product, x[T, K] @ weight[N, K].T.
@@ -60,10 +71,8 @@ class Product:
     and never quantised. bias: each source has one. experts: how many matrices of equal size the weight has,
     each for other tokens; 0: it is one matrix, for all. padding: rows of zeros behind the sources'.
     scale: what the checkpoint's weight is multiplied by. centred: the mean of the weight's rows is taken from
-    each of them, so that the product's mean is 0. stacked: all experts are one tensor of the module's
-    name, where the rows of an expert's several sources take turns. together: the name of a tensor that some
-    checkpoints have in place of the sources', where those of an expert follow each other; there,
-    matrices can be transposed. first_expert, elsewhere: which of the checkpoint's experts these are, and the
+    each of them, so that the product's mean is 0. stack: a tensor that checkpoints have in place of
+    the sources'. first_expert, elsewhere: which of the checkpoint's experts these are, and the
     sources of those that other ranks have. format: one of ops.weight.FORMATS.
     """
 
@@ -77,9 +86,7 @@ class Product:
     padding: int = 0
     scale: float = 1.0
     centred: bool = False
-    stacked: bool = False
-    together: str = ""
-    transposed: bool = False
+    stack: Stack | None = None
     first_expert: int = 0
     elsewhere: tuple[Source, ...] = ()
     format: WeightFormat = "dense"
@@ -101,6 +108,11 @@ class Product:
         own = slice(first * each, (first + count) * each)
         others = *self.sources[: own.start], *self.sources[own.stop :]
         return replace(self, sources=self.sources[own], experts=count, first_expert=first, elsewhere=others)
+
+    @property
+    def stacked(self) -> bool:
+        """Whether every checkpoint has all experts in one tensor."""
+        return self.stack is not None and self.stack.name == self.sources[0].module
 
     @property
     def gated(self) -> bool:

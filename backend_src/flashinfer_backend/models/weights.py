@@ -26,7 +26,7 @@ from flashinfer_backend.models.transformer import AttentionLayer, DeltaLayer, La
 from flashinfer_backend.models.upload import Place, Uploader
 from flashinfer_backend.ops import mxfp4
 from flashinfer_backend.ops.fp8 import E4M3
-from flashinfer_backend.ops.weight import BYTES, DENSE, FLOATS, Int4, Mxfp4, Stored, Weight, positive
+from flashinfer_backend.ops.weight import ALL, BYTES, DENSE, FLOATS, Int4, Mxfp4, Stored, Weight, positive
 
 # Tables that some checkpoints store and that are computed here from config.json.
 _COMPUTED_SUFFIX = ".rotary_emb.inv_freq"
@@ -150,12 +150,11 @@ def of_layers(model: Model) -> dict[str, Stored]:
             targets |= of_norm(norm, getattr(layer, norm.name), prefix)
         for product in layer.spec.products:
             weight = getattr(layer, product.name)
-            if product.stacked:  # one rank adds a bias of what is summed over ranks
+            apart = {} if product.stacked else of_product(product, weight, prefix)
+            targets |= apart
+            if product.stack:  # one rank adds a bias of what is summed over ranks
                 biased = not (product.adds and model.spec.shard.in_group.rank)
-                targets |= _of_stack(product, weight, prefix, biased)
-            else:
-                own = of_product(product, weight, prefix)
-                targets |= own | (_of_all(product, weight, prefix, own) if product.together else {})
+                targets |= _of_stack(product, weight, prefix, tuple(apart), biased)
         if layer.xielu is not None:
             targets |= _of_xielu(layer.xielu, prefix)
         if isinstance(layer, DeltaLayer):
@@ -240,75 +239,55 @@ def of_product(product: Product, weight: Weight, prefix: str = "") -> dict[str, 
     return targets
 
 
-def _of_all(product: Product, weight: Weight, prefix: str, own: dict[str, Stored]) -> dict[str, Stored]:
-    """A tensor [E, N, K] of all experts, or `transposed`, that fills a product's weight in place of `own`,
-    which has those of each."""
-    count, columns = product.experts, product.sources[0].part.columns
-    experts = slice(product.first_expert, product.first_expert + count)
-    first = product.sources[: len(product.sources) // count]
-    each_height, width = first[0].part.whole
+def _of_stack(
+    product: Product, weight: Weight, prefix: str, apart: tuple[str, ...], biased: bool
+) -> dict[str, Stored]:
+    """What fills a product's weight from the tensor of its Stack, and from that of biases [E, N], which
+    become zeros unless the product is `biased` on this rank. apart: names of the tensors that checkpoints
+    without it have."""
+    assert product.stack is not None
+    name, transposed, turns = product.stack
+    count, ((height, width), own, columns) = product.experts, product.sources[0].part
+    each, format = len(product.sources) // count, weight.format
+    experts = product.all_experts, slice(product.first_expert, product.first_expert + count)
+    # A rank's rows follow each other where sources take turns; else all are read.
+    rows, kept = (slice(own.start * each, own.stop * each), ALL) if turns else (ALL, own)
+    by_row, by_column = (height * each, rows), (width, columns)
 
-    def take(found: Tensor) -> None:
-        found = found.to(weight.data.device)
-        for index, matrices in enumerate((found.transpose(1, 2) if product.transposed else found).split(1)):
-            each = zip(first, matrices[0].split(each_height), strict=True)
-            expert = weight.part(index, count)
-            expert.format.fill(expert, torch.cat([matrix[source.part.rows] for source, matrix in each]))
-
-    height, name = each_height * len(first), f"{prefix}{product.together}"
-    if product.transposed:
-        stored = Stored(((product.all_experts, width, height),), FLOATS, take, experts, columns)
-    else:
-        stored = Stored(((product.all_experts, height, width),), FLOATS, take, experts, more=(columns,))
-    stored = stored._replace(fills=f"{prefix}{product.name}")
-    return {name: stored._replace(optional=True, instead=tuple(own))}
-
-
-def _of_stack(product: Product, weight: Weight, prefix: str, biased: bool) -> dict[str, Stored]:
-    """What fills a stacked product's weight: the experts' matrices transposed, [E, K, N], or in MXFP4 not
-    transposed; and biases [E, N], which become zeros unless the product is `biased` on this rank. The N rows
-    of an expert's sources take turns."""
-    (module, part, *_), count, every = product.sources[0], product.experts, product.all_experts
-    experts = slice(product.first_expert, product.first_expert + count)
-    turns = len(product.sources) // count
-    rows = slice(part.rows.start * turns, part.rows.stop * turns)
-    (height, width), name = (part.whole[0] * turns, part.whole[1]), f"{prefix}{module}"
-
-    def each(found: Tensor) -> Iterator[tuple[Weight, Tensor]]:
-        for index, matrix in enumerate(found):
-            yield weight.part(index, count), matrix.unflatten(0, (-1, turns)).transpose(0, 1).flatten(0, 1)
-
-    def take(found: Tensor) -> None:
-        for expert, matrix in each(found.to(weight.data.device).transpose(1, 2)):
-            expert.format.fill(expert, matrix)
-
-    def taking(put: Callable[[Weight, Tensor], None]) -> Callable[[Tensor], None]:
+    def stored(
+        dtypes: tuple[str, ...], put: Callable[[Weight, Tensor], None], *dimensions: tuple[int, slice]
+    ) -> Stored:
         def take(found: Tensor) -> None:
-            for expert, values in each(found.to(weight.data.device)):
-                put(expert, values)
+            for index, matrix in enumerate(found.to(weight.data.device)):
+                parts = (
+                    matrix.unflatten(0, (-1, each)).transpose(0, 1)
+                    if turns
+                    else matrix.unflatten(0, (each, -1))
+                )
+                put(weight.part(index, count), parts[:, kept].flatten(0, 1))
 
-        return take
+        shape, (first, second, *more) = zip(experts, *dimensions, strict=True)
+        fills = f"{prefix}{product.name}"
+        return Stored((shape,), dtypes, take, first, second, bool(apart), fills, tuple(more), apart)
 
-    def take_bias(found: Tensor) -> None:
-        for expert, values in each(found):
-            assert expert.bias is not None
-            expert.bias.copy_(values if biased else torch.zeros_like(values))
+    def put_bias(expert: Weight, values: Tensor) -> None:
+        assert expert.bias is not None
+        expert.bias.copy_(values if biased else torch.zeros_like(values))
 
-    fills = f"{prefix}{product.name}"
-    targets = {name: Stored(((every, width, height),), FLOATS, take, experts, part.columns, more=(rows,))}
-    if isinstance(weight.format, Mxfp4):
-        groups = slice(part.columns.start // mxfp4.GROUP, part.columns.stop // mxfp4.GROUP)
-        scales, blocks = taking(weight.format.take_scales), taking(weight.format.take_elements)
-        shape = every, height, width // mxfp4.GROUP
+    if isinstance(format, Mxfp4):
+        groups = width // mxfp4.GROUP, slice(columns.start // mxfp4.GROUP, columns.stop // mxfp4.GROUP)
         targets = {
-            f"{name}_blocks": Stored(
-                ((*shape, mxfp4.GROUP // 2),), BYTES, blocks, experts, rows, more=(groups,)
-            ),
-            f"{name}_scales": Stored((shape,), BYTES, scales, experts, rows, more=(groups,)),
+            "_blocks": stored(BYTES, format.take_elements, by_row, groups, (mxfp4.GROUP // 2, ALL)),
+            "_scales": stored(BYTES, format.take_scales, by_row, groups),
         }
+    elif transposed:
+        matrices = stored(FLOATS, format.fill, by_column, by_row)
+        targets = {"": _changed(matrices, lambda found: found.transpose(1, 2))}
+    else:
+        targets = {"": stored(FLOATS, format.fill, by_row, by_column)}
     if product.bias:
-        targets[f"{name}_bias"] = Stored(((every, height),), FLOATS, take_bias, experts, rows)
-    return {key: stored._replace(fills=fills) for key, stored in targets.items()}
+        targets["_bias"] = stored(FLOATS, put_bias, by_row)
+    return {f"{prefix}{name}{end}": stored for end, stored in targets.items()}
 
 
 def _changed(stored: Stored, change: Callable[[Tensor], Tensor]) -> Stored:

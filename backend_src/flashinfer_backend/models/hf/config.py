@@ -30,6 +30,7 @@ from flashinfer_backend.models.spec import (
     Product,
     Rope,
     Source,
+    Stack,
     YarnScaling,
 )
 
@@ -368,20 +369,19 @@ class Config:
         block: str,
         names: tuple[str, str, str],
         norm_topk: bool,
-        together: bool = False,
-        transposed: bool = False,
+        stack: Literal["", "plain", "transposed"] = "",
         router: str = "gate",
     ) -> Experts:
         """block: the module that has the router and the experts. names: of an expert's gate, up and down.
-        together: some checkpoints have all experts in one tensor, of transposed matrices or not."""
+        stack: some checkpoints have all experts in one tensor (spec.Stack), of matrices as they are or
+        transposed."""
         count, per_token = self.expert_counts()
         mlps = self._gated(size_key, [f"{block}.experts.{index}" for index in range(count)], names, count)
-        if together:
-            gate_up, down = (f"{block}.experts.{name}" for name in ("gate_up_proj", "down_proj"))
-            mlps = replace(
-                mlps,
-                gate_up=replace(mlps.gate_up, together=gate_up, transposed=transposed),
-                down=replace(mlps.down, together=down, transposed=transposed),
+        if stack:
+            mlps = mlps.map(
+                lambda product: replace(
+                    product, stack=Stack(f"{block}.experts.{product.name}_proj", stack == "transposed")
+                )
             )
         chosen_by = Product("router", (whole(f"{block}.{router}", count, self.hidden_size),), None, "")
         return Experts(mlps.size, size_key, mlps.gate_up, mlps.down, chosen_by, count, per_token, norm_topk)

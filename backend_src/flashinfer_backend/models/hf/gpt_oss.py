@@ -5,10 +5,9 @@ gated by a clipped SwiGLU whose gate and up projections take turns row by row.""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from flashinfer_backend.models.hf.config import Config, whole
-from flashinfer_backend.models.spec import Experts, ModelSpec, Product
+from flashinfer_backend.models.spec import Experts, ModelSpec, Product, Stack
 
 YARN = {
     "rope_type": "yarn",
@@ -37,12 +36,12 @@ def _experts(config: Config) -> Experts:
     (count, per_token), size, hidden = config.expert_counts(), config.count(SIZE), config.hidden_size
     rows = whole("mlp.experts.gate_up_proj", size, hidden)
     columns = whole("mlp.experts.down_proj", hidden, size)
-    stack: dict[str, Any] = {"experts": count, "bias": True, "stacked": True}
+    both, down = (Stack(source.module, transposed=True, turns=True) for source in (rows, columns))
     return Experts(
         size,
         SIZE,
-        Product("gate_up", (rows, rows) * count, "rows", "gate_up", **stack),
-        Product("down", (columns,) * count, "columns", "down", **stack),
+        Product("gate_up", (rows, rows) * count, "rows", "gate_up", experts=count, bias=True, stack=both),
+        Product("down", (columns,) * count, "columns", "down", experts=count, bias=True, stack=down),
         Product("router", (whole("mlp.router", count, hidden),), None, "", bias=True),
         count,
         per_token,

@@ -50,7 +50,7 @@ def _attentions(config: Config) -> list[FullAttention]:
 
 def _mlps(config: Config) -> list[Gated]:
     experts = config.experts(
-        "intermediate_size", BLOCK, NAMES, norm_topk=True, together=True, transposed=True, router="router"
+        "intermediate_size", BLOCK, NAMES, norm_topk=True, stack="transposed", router="router"
     )
     if experts.per_token != 1:
         raise UnsupportedModelError(

@@ -14,14 +14,12 @@ NAMES = "gate_proj", "up_proj", "down_proj"
 def qwen3_moe(config: Config) -> ModelSpec:
     config.only(attention_bias=False)
     config.layer_types()  # which do not change the windows
-    one = bool(config.aliases)  # Qwen3-VL's are in one tensor, of transposed matrices
     experts = config.experts(
         "moe_intermediate_size",
         "mlp",
         NAMES,
         config.flag("norm_topk_prob"),
-        together=one,
-        transposed=one,
+        stack="transposed" if config.aliases else "",  # Qwen3-VL's
     )
     attention = replace(config.attention(kv_heads=4, qk_norm="head"), window=config.used_window())
     return config.model([(attention, mlp) for mlp in config.with_dense_layers(experts)])

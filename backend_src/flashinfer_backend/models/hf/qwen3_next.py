@@ -21,7 +21,7 @@ def qwen3_next(config: Config) -> ModelSpec:
 
 
 def shared_experts(config: Config, norm_topk: bool) -> Experts:
-    experts = config.experts("moe_intermediate_size", "mlp", NAMES, norm_topk, together=True)
+    experts = config.experts("moe_intermediate_size", "mlp", NAMES, norm_topk, stack="plain")
     shared, gate = config.shared_expert("shared_expert_intermediate_size", "mlp")
     return replace(experts, shared=shared, shared_gate=gate)
 
