@@ -14,7 +14,7 @@ import pytest
 from flashinfer_backend.config_tools import cli
 from flashinfer_backend.launch import launcher as serve
 from flashinfer_backend.launch import preflight
-from flashinfer_backend.launch.openai_door import OpenAiDoor
+from flashinfer_backend.launch.openai_api import OpenAiApi
 from flashinfer_backend.launch.preflight import ServeError
 from flashinfer_backend.launch.server_log import ServerLog
 from flashinfer_backend.launch.server_sockets import (
@@ -228,7 +228,7 @@ def test_an_empty_argument_of_the_openai_api_is_not_dropped():
     # `--openai-api-key-file "$KEYS"` with KEYS unset must not open the API to everybody.
     options = serve._parser().parse_args(["--model-repository", "r", "--openai-api-key-file", ""])
     with pytest.raises(ServeError, match="--openai-api-key-file needs --openai-port"):
-        OpenAiDoor(options, addresses.resolve("127.0.0.1"))
+        OpenAiApi(options, addresses.resolve("127.0.0.1"))
 
 
 @pytest.fixture(scope="module")
@@ -244,9 +244,9 @@ def repository(tmp_path_factory):
 def passed_on(repository, *given):
     """What the OpenAI API's processes are told."""
     options = serve._parser().parse_args(["--model-repository", "r", "--openai-port", "9000", *given])
-    door = OpenAiDoor(options, addresses.resolve("127.0.0.1"))
-    door.configure(repository)
-    return door._parent._options
+    api = OpenAiApi(options, addresses.resolve("127.0.0.1"))
+    api.configure(repository)
+    return api._parent._options
 
 
 def test_several_names_of_the_model_are_passed_on(repository):

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from flashinfer_backend.core.paths import SERVE_PID, processes_dir, run_dir
-from flashinfer_backend.launch import openai_door
+from flashinfer_backend.launch import openai_api
 from flashinfer_backend.launch.watchdog import Policy, Watchdog
 from flashinfer_backend.transport import rundir, stub_processes
 from waiting import wait_for
@@ -147,10 +147,10 @@ def test_serve_removes_what_a_stub_left_that_ended_before_the_server(
     # Handlers of our own first: the signal must not end the tests where the watchdog has ended before.
     before = {number: signal.signal(number, lambda *_: None) for number in numbers}
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    openai_door.add_arguments(parser)
+    openai_api.add_arguments(parser)
     host = ipaddress.ip_address("127.0.0.1")
-    door = openai_door.OpenAiDoor(parser.parse_args([]), host)
-    watchdog = Watchdog(["bash", str(tmp_path / "server")], dict(os.environ), host, 9, Policy(), door, [])
+    api = openai_api.OpenAiApi(parser.parse_args([]), host)
+    watchdog = Watchdog(["bash", str(tmp_path / "server")], dict(os.environ), host, 9, Policy(), api, [])
     stopping = threading.Thread(target=stop)
     stopping.start()
     try:

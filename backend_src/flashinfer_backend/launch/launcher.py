@@ -23,7 +23,7 @@ from flashinfer_backend.config_tools.model_config import ensembles
 from flashinfer_backend.core.arguments import count, port_number, program, seconds, whole_seconds
 from flashinfer_backend.core.headers import forwarding
 from flashinfer_backend.core.paths import unservable
-from flashinfer_backend.launch.openai_door import OpenAiDoor, add_arguments
+from flashinfer_backend.launch.openai_api import OpenAiApi, add_arguments
 from flashinfer_backend.launch.preflight import (
     Installation,
     ServeError,
@@ -200,8 +200,8 @@ def main(argv: list[str] | None = None) -> int:
             "metrics port": options.metrics_port,
         }
         address = resolve(options.host)
-        door = OpenAiDoor(options, address)
-        ports |= {"OpenAI port": door.port} if door.port is not None else {}
+        openai_api = OpenAiApi(options, address)
+        ports |= {"OpenAI port": openai_api.port} if openai_api.port is not None else {}
         check_ports(address, ports)
         check_numpy(server, np.__version__)
         check_open_files()
@@ -214,7 +214,7 @@ def main(argv: list[str] | None = None) -> int:
             server, repository, address, options.http_port, options.grpc_port, options.metrics_port,
             opened=options.open, drain_s=options.drain_seconds, shm_prefix=options.shm_prefix,
         )  # fmt: skip
-        door.configure(repository)
+        openai_api.configure(repository)
     except (ServeError, AddressError) as error:
         print(f"serve: {error}", file=sys.stderr)
         return 1
@@ -228,4 +228,4 @@ def main(argv: list[str] | None = None) -> int:
     with serving(repository):
         args += [*options.server_args, *forwarding(options.server_args)]
         names = list(ensembles(repository))
-        return Watchdog(args, env, address, options.http_port, policy, door, names).run()
+        return Watchdog(args, env, address, options.http_port, policy, openai_api, names).run()

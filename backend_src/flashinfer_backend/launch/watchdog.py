@@ -21,10 +21,10 @@ from flashinfer_backend.core.output import say
 from flashinfer_backend.core.paths import SERVE_PID, processes_dir
 from flashinfer_backend.launch.engine_watch import end_all_engines
 from flashinfer_backend.launch.environments import remove_environments
-from flashinfer_backend.launch.openai_door import OpenAiDoor
+from flashinfer_backend.launch.openai_api import OpenAiApi
 from flashinfer_backend.launch.server_run import ERRORS_S, TICK_S, Policy, ServerRun
 from flashinfer_backend.transport.addresses import Address, reachable_at
-from flashinfer_backend.transport.doors import OPENAI, TRITON, Doors
+from flashinfer_backend.transport.door_states import OPENAI, TRITON, DoorStates
 from flashinfer_backend.transport.maintenance_server import maintenance_server
 from flashinfer_backend.transport.restarts import Restarts
 from flashinfer_backend.triton_server.freeze_guard import FreezeGuard
@@ -44,13 +44,13 @@ class Watchdog:
         address: Address,
         port: int,
         policy: Policy,
-        door: OpenAiDoor,
+        openai_api: OpenAiApi,
         ensembles: Sequence[str],
     ) -> None:
-        """args: tritonserver and its arguments, listening at `address` with its HTTP port `port`. door: the
-        OpenAI API on the same engines, which goes on whatever becomes of tritonserver. ensembles: those that
+        """args: tritonserver and its arguments, listening at `address` with its HTTP port `port`. openai_api:
+        the API on the same engines, which goes on whatever becomes of tritonserver. ensembles: those that
         clients ask, to be named once the server is ready."""
-        self._args, self._policy, self._door, self._ensembles = args, policy, door, ensembles
+        self._args, self._policy, self._openai_api, self._ensembles = args, policy, openai_api, ensembles
         self._env = {**env, SERVE_PID: str(os.getpid())}
         self._address, self._port = address, port
         self._url = reachable_at(address, port)
@@ -70,20 +70,20 @@ class Watchdog:
         except OSError as error:
             _say(f"the server's processes have no place to meet: {error}")
             return 1
-        names = (TRITON,) if self._door.port is None else (TRITON, OPENAI)
-        self._doors = Doors(processes_dir(os.getpid()), names)
+        names = (TRITON,) if self._openai_api.port is None else (TRITON, OPENAI)
+        self._door_states = DoorStates(processes_dir(os.getpid()), names)
         try:
-            self._door.start(partial(self._doors.note, OPENAI))
+            self._openai_api.start(partial(self._door_states.note, OPENAI))
             while True:
                 remove_environments()
                 server = ServerRun(self._args, self._env, self._url, self._policy)
                 reason = self._watch(server)
                 if self._asked_at:
-                    self._door.stop()
+                    self._openai_api.stop()
                     server.stop(self._asked_at, STOPPING)
-                    return 1 if self._door.failed else 0
+                    return 1 if self._openai_api.failed else 0
                 self._started_again += 1
-                self._doors.note(TRITON, False, self._started_again)
+                self._door_states.note(TRITON, False, self._started_again)
                 if not self._was_ready and (why := server.gave_up()):
                     _say(why)
                     return abs(server.end()) or 1
@@ -93,8 +93,8 @@ class Watchdog:
                     return 0 if self._asked_at else 1
         finally:
             self._maintenance.close()
-            self._door.close()
-            self._doors.close()
+            self._openai_api.close()
+            self._door_states.close()
             counting.close()
             end_all_engines()
 
@@ -104,7 +104,7 @@ class Watchdog:
     def _watch(self, server: ServerRun) -> str:
         """Why the server has to be started again; nothing that counts when this process should end."""
         while not self._asked_at:
-            if self._door.failed:
+            if self._openai_api.failed:
                 _say("the OpenAI API cannot serve, and the server ends")
                 self._stop()
                 break
@@ -112,11 +112,11 @@ class Watchdog:
                 return reason
             if not server.ready_at and server.look_ready():
                 self._maintenance.close()
-                self._doors.note(TRITON, True, self._started_again)
+                self._door_states.note(TRITON, True, self._started_again)
                 if self._was_ready:
                     _say("ready again")
                 else:
-                    _announce(self._url, self._door.url, self._ensembles)
+                    _announce(self._url, self._openai_api.url, self._ensembles)
                 self._was_ready = True
             server.wait(TICK_S)
         return ""

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 from flashinfer_backend.serving.generation import FINISH_REASONS, Chunk, Generation
 from flashinfer_backend.serving.timing import QUANTITIES
 from flashinfer_backend.transport import protocol
-from flashinfer_backend.transport.doors import DoorState, read_doors
+from flashinfer_backend.transport.door_states import DoorState, read_door_states
 
 T = TypeVar("T")
 PREFIX = "flashinfer_backend_openai_"
@@ -67,8 +67,8 @@ class Metrics:
 
     def __init__(self, folder: Path, doors: Path, models: Sequence[str]) -> None:
         """folder: for the files of all processes; PROMETHEUS_MULTIPROC_DIR has to name it already. doors: of
-        read_doors. models: names; of several, each is a label of the series that are a model's."""
-        self._doors = doors
+        read_door_states. models: names; of several, each is a label of the series that are a model's."""
+        self._door_states = doors
         self._label = [MODEL_NAME] if len(models) > 1 else []
         assert os.environ["PROMETHEUS_MULTIPROC_DIR"] == str(folder), "the library reads it when imported"
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -134,7 +134,7 @@ class Metrics:
         every.register(_Collector(_routers, models))
         if any(model.adapters is not None for model in models):
             every.register(_Collector(_adapters, models))
-        every.register(_Collector(_door_states, read_doors(self._doors)))
+        every.register(_Collector(_door_states, read_door_states(self._door_states)))
         return bytes(generate_latest(every))
 
 

@@ -49,8 +49,8 @@ RESERVED_FILES = (
 class WorkerOptions(msgspec.Struct, kw_only=True):
     """listener, notify: inherited file descriptors, which the parent fills in. The second, which does not
     block, is told lines: + and this process's pid when each model has an engine, . and its pid every BEAT_S
-    while the event loop turns. doors: of read_doors. receive_s: of ConnectionLimits. max_connections: of
-    room_for_connections."""
+    while the event loop turns. doors: of read_door_states. receive_s: of ConnectionLimits. max_connections:
+    of room_for_connections."""
 
     models: list[Model]
     listener: int = -1

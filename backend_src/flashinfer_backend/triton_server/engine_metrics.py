@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flashinfer_backend.transport.doors import DoorState
+from flashinfer_backend.transport.door_states import DoorState
 from flashinfer_backend.transport.protocol import Status
 
 Value = Callable[[Status], float]
@@ -131,7 +131,7 @@ class EngineMetrics:
             name: kinds(name=name, description=description, kind=kind)
             for name, (description, kind) in described.items()
         }
-        self._doors, self._held_up = doors, held_up
+        self._door_states, self._held_up = doors, held_up
         self._shown: dict[str, DoorState] = {}
         self._door_gauges: dict[tuple[str, str], Any] = {}  # by family and door
         self._engines = [
@@ -153,7 +153,7 @@ class EngineMetrics:
             self._show_doors()
 
     def _show_doors(self) -> None:
-        for door, state in self._doors().items():
+        for door, state in self._door_states().items():
             if self._shown.get(door) == state:
                 continue
             self._shown[door] = state

@@ -23,7 +23,7 @@ from flashinfer_backend.serving.engines import Engines
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.transport.delivery_marks import DeliveryMarks
-from flashinfer_backend.transport.doors import read_doors
+from flashinfer_backend.transport.door_states import read_door_states
 from flashinfer_backend.transport.endpoint import LEADS, EngineDown
 from flashinfer_backend.transport.keeper_handle import KeeperHandle
 from flashinfer_backend.triton_server.adapters import TaskThread
@@ -81,7 +81,7 @@ class TritonPythonModel:
         self._responder.metrics = Metrics(
             pb_utils, self._name, args["model_version"], folder, lambda: self._engines.statuses,
             config.stats_check_period_ms / 1000, self._freeze_guard.held_up,
-            lambda: read_doors(processes_dir(owner)),
+            lambda: read_door_states(processes_dir(owner)),
         )  # fmt: skip
         name = self._parameters.get("postprocessing_model_name", "postprocessing")
         probe = self._responder.probe = postprocessing_probe(pb_utils, name)

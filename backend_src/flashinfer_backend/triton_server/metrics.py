@@ -16,7 +16,7 @@ from typing import Any
 
 from flashinfer_backend.serving.generation import FINISH_REASONS, Chunk
 from flashinfer_backend.serving.timing import QUANTITIES
-from flashinfer_backend.transport.doors import DoorState
+from flashinfer_backend.transport.door_states import DoorState
 from flashinfer_backend.transport.protocol import Status
 from flashinfer_backend.triton_server.engine_metrics import EngineMetrics, HeldUp
 from flashinfer_backend.triton_server.sequence import Sequence

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The OpenAI API with tritonserver: its processes use the same engine (openai/parent.py)."""
+"""The OpenAI API next to tritonserver, on the same engines (openai/parent.py)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(PREFIX + name, **{**settings, "default": None})
 
 
-class OpenAiDoor:
+class OpenAiApi:
     """The API's processes, which a separate thread keeps running independently of tritonserver, or none."""
 
     def __init__(self, options: argparse.Namespace, address: Address) -> None:

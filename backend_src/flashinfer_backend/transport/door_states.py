@@ -21,7 +21,7 @@ class DoorState(msgspec.Struct):
     restarts: int = 0
 
 
-class Doors:
+class DoorStates:
     """The file, `<folder>/doors-<pid>`. Its methods may be called from any thread."""
 
     def __init__(self, folder: Path, names: tuple[str, ...]) -> None:
@@ -48,7 +48,7 @@ class Doors:
             unfinished.replace(self._file)
 
 
-def read_doors(folder: Path) -> dict[str, DoorState]:
+def read_door_states(folder: Path) -> dict[str, DoorState]:
     """The doors' states by name; none where no serve writes them."""
     for file in folder.glob("doors-*"):
         with contextlib.suppress(OSError, msgspec.DecodeError):
