@@ -36,7 +36,7 @@ from flashinfer_backend.core import processes
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.openai.arguments import LOGITS_ROOM
 from flashinfer_backend.openai.model import Model
-from flashinfer_backend.openai.parent import Parent
+from flashinfer_backend.openai.supervisor import Supervisor
 from flashinfer_backend.openai.worker import WorkerOptions
 from flashinfer_backend.transport import protocol, rundir
 from flashinfer_backend.transport.addresses import resolve
@@ -145,7 +145,7 @@ def client(port: int, streams: int, tokens: int, received: Any) -> None:
 
 
 def door(run_dir: Path, port: int, workers: int) -> None:
-    """The API's parent process."""
+    """The API's supervisor."""
     options = WorkerOptions(
         models=[Model(["bundled"], EngineConfig(model_dir="bundled"), str(run_dir))],
         max_body_bytes=1 << 20,
@@ -155,9 +155,9 @@ def door(run_dir: Path, port: int, workers: int) -> None:
         metrics_dir=str(run_dir.parent / f"{os.getpid()}-metrics"),
         doors=str(run_dir),
     )
-    parent = Parent(options, resolve("127.0.0.1"), port, workers, stalled_s=0)
-    signal.signal(signal.SIGTERM, parent.stop)
-    parent.run()
+    supervisor = Supervisor(options, resolve("127.0.0.1"), port, workers, stalled_s=0)
+    signal.signal(signal.SIGTERM, supervisor.stop)
+    supervisor.run()
 
 
 def children(pid: int) -> list[int]:

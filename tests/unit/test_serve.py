@@ -246,7 +246,7 @@ def passed_on(repository, *given):
     options = serve._parser().parse_args(["--model-repository", "r", "--openai-port", "9000", *given])
     api = OpenAiApi(options, addresses.resolve("127.0.0.1"))
     api.configure(repository)
-    return api._parent._options
+    return api._supervisor._options
 
 
 def test_several_names_of_the_model_are_passed_on(repository):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The OpenAI API next to tritonserver, on the same engines (openai/parent.py)."""
+"""The OpenAI API next to tritonserver, on the same engines (openai/supervisor.py)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flashinfer_backend.core.paths import run_dir
 from flashinfer_backend.launch.preflight import ServeError
 from flashinfer_backend.openai.arguments import API_ARGUMENTS, CONNECTIONS, KEYS_VARIABLE
 from flashinfer_backend.openai.options import built_name, llm_parameters, worker_count, worker_options
-from flashinfer_backend.openai.parent import Parent
+from flashinfer_backend.openai.supervisor import Supervisor
 from flashinfer_backend.openai.worker import check_packages, room_for_connections
 from flashinfer_backend.transport.addresses import Address, reachable_at
 
@@ -46,7 +46,7 @@ class OpenAiApi:
         self.url = "" if self.port is None else reachable_at(address, self.port)  # on this machine
         self.failed = False  # the API could not serve and was given up
         self._address = address
-        self._parent: Parent | None = None
+        self._supervisor: Supervisor | None = None
         self._thread: threading.Thread | None = None
         self._drain_s = math.ceil(options.drain_seconds) if self.port is not None else 0
         self._stalled_s = options.stalled_client_seconds if self.port is not None else 0
@@ -82,7 +82,7 @@ class OpenAiApi:
             told = worker_options(self._options, models, serve, self._drain_s)
         except (ValueError, OSError) as error:
             raise ServeError(f"--openai-port: {error}") from None
-        self._parent = Parent(
+        self._supervisor = Supervisor(
             told,
             self._address,
             self.port,
@@ -91,15 +91,15 @@ class OpenAiApi:
         )
 
     def start(self, told: Callable[[bool, int], None]) -> None:
-        """Opens the API. It ends with this process. told: as Parent.run has it."""
-        if self._parent is not None:
+        """Opens the API. It ends with this process. told: as Supervisor.run has it."""
+        if self._supervisor is not None:
             self._thread = threading.Thread(target=self._run, args=(told,), name="OpenAI API", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
         """Has it end; running requests have the time for it that those of the server have."""
-        if self._parent is not None:
-            self._parent.stop()
+        if self._supervisor is not None:
+            self._supervisor.stop()
 
     def close(self) -> None:
         self.stop()
@@ -107,9 +107,9 @@ class OpenAiApi:
             self._thread.join()
 
     def _run(self, told: Callable[[bool, int], None]) -> None:
-        assert self._parent is not None
+        assert self._supervisor is not None
         try:
-            self.failed = self._parent.run(told) != 0
+            self.failed = self._supervisor.run(told) != 0
         except Exception as error:
             if not isinstance(error, OSError):
                 traceback.print_exc()

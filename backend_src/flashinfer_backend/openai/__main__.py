@@ -15,7 +15,7 @@ from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import BUNDLED, run_dir
 from flashinfer_backend.openai.arguments import API_ARGUMENTS
 from flashinfer_backend.openai.options import built_name, llm_parameters, worker_count, worker_options
-from flashinfer_backend.openai.parent import Parent
+from flashinfer_backend.openai.supervisor import Supervisor
 from flashinfer_backend.openai.worker import check_packages, room_for_connections
 from flashinfer_backend.transport.addresses import STALLED_S, AddressError, check_ports, resolve
 from flashinfer_backend.transport.keeper_handle import EngineStartError, KeeperHandle
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
         name, config = _engine(options)
         owner = os.getpid()
         folder = run_dir(owner, "openai")
-        parent = Parent(
+        supervisor = Supervisor(
             worker_options(options, [(name, config, folder)], owner, options.drain_seconds),
             address,
             options.port,
@@ -73,8 +73,8 @@ def main(argv: list[str] | None = None) -> int:
             KeeperHandle(folder, owner, config, stays=True),
         )
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, parent.stop)
-        return parent.run()
+            signal.signal(number, supervisor.stop)
+        return supervisor.run()
     except (ValueError, OSError, AddressError, EngineStartError) as error:
         print(f"openai: {error}", file=sys.stderr)
         return 1

@@ -91,7 +91,7 @@ class Metrics:
             [*self._label, "finish_reason"],
             registry=own,
         )
-        # Of processes that live. The parent removes the files of those that do not.
+        # Of processes that live. The supervisor removes the files of those that do not.
         self._gauges = {
             name: Gauge(PREFIX + name, text, registry=own, multiprocess_mode=mode)
             for name, (text, mode) in PROMPT_LOGITS.items()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process of the OpenAI API, started by its parent: `python -m flashinfer_backend.openai.worker`.
+"""A worker of the OpenAI API, started by openai/supervisor.py: `python -m flashinfer_backend.openai.worker`.
 
 Its options come as JSON on standard input, since they hold keys, which a command line would show to others.
 """
@@ -25,7 +25,7 @@ from flashinfer_backend.core.parent import end_with_parent
 from flashinfer_backend.openai.model import Model
 from flashinfer_backend.transport.addresses import MOST_FILES, raise_open_files
 
-if TYPE_CHECKING:  # the parent reads this module too, and needs none of these
+if TYPE_CHECKING:  # the supervisor reads this module too, and needs none of these
     import uvicorn
 
     from flashinfer_backend.openai.metrics import Metrics
@@ -47,7 +47,7 @@ RESERVED_FILES = (
 
 
 class WorkerOptions(msgspec.Struct, kw_only=True):
-    """listener, notify: inherited file descriptors, which the parent fills in. The second, which does not
+    """listener, notify: inherited file descriptors, which the supervisor fills in. The second, which does not
     block, is told lines: + and this process's pid when each model has an engine, . and its pid every BEAT_S
     while the event loop turns. doors: of read_door_states. receive_s: of ConnectionLimits. max_connections:
     of room_for_connections."""
@@ -129,7 +129,7 @@ async def _run(options: WorkerOptions) -> int:
     attached = threading.Event()
 
     def tell(kind: bytes) -> None:
-        with contextlib.suppress(BlockingIOError):  # the parent does not read
+        with contextlib.suppress(BlockingIOError):  # the supervisor does not read
             os.write(options.notify, kind + b"%d\n" % os.getpid())
 
     async def beat() -> None:

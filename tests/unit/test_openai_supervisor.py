@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When the OpenAI API's parent replaces a process and when it ends, on stand-in processes."""
+"""When the OpenAI API's supervisor replaces a process and when it ends, on stand-in processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flashinfer_backend.core.config import EngineConfig
-from flashinfer_backend.openai import parent
+from flashinfer_backend.openai import supervisor
 from flashinfer_backend.openai.model import Model
 from flashinfer_backend.openai.worker import WorkerOptions
 from flashinfer_backend.transport import restarts as restarting
@@ -67,9 +67,9 @@ def test_processes_are_replaced_so_often_and_no_more(
     starts: int,
     said: list[str],
 ) -> None:
-    monkeypatch.setattr(parent, "WORKER", [sys.executable, "-c", STAND_IN.format(ready=ready, end=end)])
-    monkeypatch.setattr(parent, "POLL_S", 0.01)
-    running = parent.Parent(options(tmp_path), LOOPBACK, 0, 1, stalled_s=0, restarts=restarts)
+    monkeypatch.setattr(supervisor, "WORKER", [sys.executable, "-c", STAND_IN.format(ready=ready, end=end)])
+    monkeypatch.setattr(supervisor, "POLL_S", 0.01)
+    running = supervisor.Supervisor(options(tmp_path), LOOPBACK, 0, 1, stalled_s=0, restarts=restarts)
     assert running.run() == 1
     assert len((tmp_path / "metrics-starts").read_text()) == starts
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("openai: a process")]
@@ -89,11 +89,11 @@ def test_a_process_that_is_stopped_or_hangs_is_killed_and_a_maintenance_server_a
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], end: str, said: str
 ) -> None:
     """The first and the second; then one is waited for, and connections are answered meanwhile."""
-    monkeypatch.setattr(parent, "WORKER", [sys.executable, "-c", STAND_IN.format(ready=True, end=end)])
-    monkeypatch.setattr(parent, "POLL_S", 0.01)
+    monkeypatch.setattr(supervisor, "WORKER", [sys.executable, "-c", STAND_IN.format(ready=True, end=end)])
+    monkeypatch.setattr(supervisor, "POLL_S", 0.01)
     monkeypatch.setattr(restarting, "STOPPED_S", 0.1)
-    monkeypatch.setattr(parent, "SILENT_S", 0.1 if end == HANGS else 60.0)
-    running = parent.Parent(options(tmp_path), LOOPBACK, 0, 2, stalled_s=0)
+    monkeypatch.setattr(supervisor, "SILENT_S", 0.1 if end == HANGS else 60.0)
+    running = supervisor.Supervisor(options(tmp_path), LOOPBACK, 0, 2, stalled_s=0)
     seen: list[tuple[bool, int]] = []
     answers: list[tuple[int, str]] = []
 
@@ -122,9 +122,9 @@ def test_the_end_tells_what_it_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     end = STAYS.replace("import time", "import time; os.write(options['notify'], b'+%d\\n' % os.getpid())")
-    monkeypatch.setattr(parent, "WORKER", [sys.executable, "-c", STAND_IN.format(ready=False, end=end)])
-    monkeypatch.setattr(parent, "SAY_AFTER_S", 0.1)
-    running = parent.Parent(options(tmp_path), LOOPBACK, 0, 1, stalled_s=0)
+    monkeypatch.setattr(supervisor, "WORKER", [sys.executable, "-c", STAND_IN.format(ready=False, end=end)])
+    monkeypatch.setattr(supervisor, "SAY_AFTER_S", 0.1)
+    running = supervisor.Supervisor(options(tmp_path), LOOPBACK, 0, 1, stalled_s=0)
     assert running.run(lambda up, _: running.stop() if up else None) == 0
     said = capfd.readouterr().err
     assert "openai: waiting for open requests, up to 1 s more\n" in said

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the door's processes running: they share a port, and each connects to the engine. One that
-ends, is stopped or hangs is replaced, with growing delays and without end; while all of them are down the
-maintenance server says so. One that exits before any has served would do so again, and ends the door.
+"""Keeps the workers of the OpenAI API running: they share a port, and each connects to the engines. One that
+ends, is stopped or hangs is replaced, with growing delays and without end; while all of them are down a
+maintenance server answers. One that exits before any has served would do so again, and ends the API.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ WORKER = (sys.executable, "-m", "flashinfer_backend.openai.worker")
 BACKLOG = 2048
 
 
-class Parent:
-    """The processes of one door. All but `stop` is for one thread."""
+class Supervisor:
+    """The workers (openai/worker.py) of the API. All but `stop` is for one thread."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Parent:
         keeper: KeeperHandle | None = None,
     ) -> None:
         """stalled_s: seconds until a client that does not read is cut; 0: never. restarts: of Restarts, for
-        each process. keeper: of engines that are the door's own; None where a server's stubs start them."""
+        each process. keeper: of engines that are the API's own; None where a server's stubs start them."""
         self._keeper = keeper
         self._options, self._address, self._port = options, address, port
         self._workers, self._stalled_s = workers, stalled_s
@@ -279,6 +279,6 @@ def _answer(path: str) -> bytes:
 
 
 def metrics_dir() -> Path:
-    """Where this parent's processes share their metrics. What is left of one that was killed is removed like
+    """Where this supervisor's workers share their metrics. What a killed one leaves is removed like
     a run directory."""
     return run_dir(os.getpid(), "openai-metrics")
