@@ -51,6 +51,14 @@ def byte_level() -> Tokenizer:
 
 
 @cache
+def byte_level_replace() -> Tokenizer:
+    """Whose text is a difference of two decodes."""
+    tokenizer = Tokenizer.from_str(byte_level().to_str())
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("q", "k")])
+    return tokenizer
+
+
+@cache
 def sentencepiece(strip: bool = True) -> Tokenizer:
     """Llama-2 and Mistral style; without `strip`, Gemma style."""
     bytes_ = [f"<0x{b:02X}>" for b in range(256)]
@@ -125,6 +133,7 @@ def word_level() -> Tokenizer:
 
 KINDS = {
     "byte_level": byte_level,
+    "byte_level_replace": byte_level_replace,
     "sentencepiece": sentencepiece,
     "sentencepiece_no_strip": lambda: sentencepiece(strip=False),
     "metaspace": metaspace,

@@ -149,6 +149,7 @@ def test_characters_of_several_tokens_come_once():
     ids = tokenizer.encode("dé 😀é", add_special_tokens=False).ids
     pieces = [decoder.delta(ids[max(0, n - CONTEXT_IDS) : n], [ids[n]], False) for n in range(len(ids))]
     assert "".join(pieces) == tokenizer.decode(ids) and pieces.count("😀") == 1 and pieces.count("") == 3
+    assert b"".join(map(decoder.piece, ids)).decode() == tokenizer.decode(ids)
 
 
 def test_a_panic_of_the_tokenizer_is_an_error_in_words():
@@ -227,7 +228,8 @@ def test_a_run_of_bytes_with_a_fault_keeps_its_valid_characters():
 def test_another_decoder_is_streamed_by_difference():
     tokenizer = word_level()
     decoder = DeltaDecoder(tokenizer)
-    ids = tokenizer.encode("The quick brown fox jumps over the lazy dog").ids
+    ids = tokenizer.encode("The quick brown fox jumps over the lazy dog, voilà").ids
+    assert decoder.delta([], ids, False) == tokenizer.decode(ids)
     generator = random.Random(0)
     for _ in range(20):
         cuts = sorted(generator.sample(range(1, len(ids)), 3))

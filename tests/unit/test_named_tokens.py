@@ -43,6 +43,8 @@ SIZE = max(byte_level().get_vocab().values()) + 1
         },
         {"additional_special_tokens": [{**NEW, "__type": "AddedToken"}]},  # a list's tokens say it themselves
         {"extra_special_tokens": {"image_token": {**NEW, "__type": "AddedToken"}}},
+        {"added_tokens_decoder": {str(SIZE): {**NEW, "lstrip": True}}, "extra_special_tokens": ["<|eot|>"]},
+        {"extra_special_tokens": [""]},
         {"split_special_tokens": True},
     ],
 )

@@ -265,6 +265,9 @@ def test_folders_that_hold_no_tokenizer(tmp_path):
     assert resolve_model_dir("bundled").name == "bundled_model"
     with pytest.raises(FileNotFoundError, match="no tokenizer folder"):
         TextTokenizer(tmp_path / "nowhere")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
+    with pytest.raises(ValueError, match="exists in Python only"):
+        TextTokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="cannot be read as a tokenizer"):
         TextTokenizer(tmp_path)

@@ -15,13 +15,14 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import dropwhile
 
 from tokenizers import Tokenizer
 
 CONTEXT_IDS = 8
 REPLACEMENT = "\ufffd"
 MAX_PENDING_BYTES = 3
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 SENTINEL = "x"  # a token for the text before a context that was cut
 PER_BYTE = "flashinfer_backend.replace_each_byte"
 
@@ -113,8 +114,8 @@ class DeltaDecoder:
         if self._pieces is not None:
             return self._pieces[token]
         text = self._shown([token])[0]
-        if self._spells_bytes and _BYTE_TOKEN.fullmatch(text):
-            return bytes([int(text[3:5], 16)])
+        if self._spells_bytes and (byte := _byte_of(text)):
+            return byte
         return self._written([SENTINEL, text], whole=True)[len(SENTINEL) :].encode()
 
     def writes_all(self, ids: Sequence[int]) -> bool:
@@ -214,6 +215,12 @@ def panics_are_errors() -> Iterator[None]:
         raise ValueError(f"the tokenizer failed (a panic of the tokenizers library): {error}") from None
 
 
+def _byte_of(token: str) -> bytes:
+    """The byte that a token as `<0xE2>` spells; of another token none."""
+    found = _BYTE_TOKEN.fullmatch(token)
+    return bytes.fromhex(found[1]) if found else b""
+
+
 def _without_faults(tokens: list[str], whole: bool) -> list[str]:
     """Tokens with invalid bytes separated. Some tokens are bytes, `<0xE2>`, and ByteFallback replaces a whole
     run of these if any is invalid: here the invalid bytes become separate tokens, and those of an incomplete
@@ -221,8 +228,8 @@ def _without_faults(tokens: list[str], whole: bool) -> list[str]:
     result: list[str] = []
     run = bytearray()
     for token in [*tokens, ""]:
-        if _BYTE_TOKEN.fullmatch(token):
-            run.append(int(token[3:5], 16))
+        if byte := _byte_of(token):
+            run += byte
             continue
         text = codecs.utf_8_decode(run, "surrogateescape", whole or bool(token))[0]
         for char in text:
@@ -268,9 +275,8 @@ def _decoder_steps(tokenizer: Tokenizer) -> list[dict]:
 
 def _is_sentencepiece(steps: list[dict]) -> bool:
     kinds = [step["type"] for step in steps]
-    rest = [kind for kind in kinds if kind != "Replace"]
-    literal = all("String" in step["pattern"] for step in steps if step["type"] == "Replace")
-    if not kinds or not literal or kinds[: len(kinds) - len(rest)] != ["Replace"] * (len(kinds) - len(rest)):
+    rest = list(dropwhile("Replace".__eq__, kinds))
+    if not kinds or any("String" not in step["pattern"] for step in steps if step["type"] == "Replace"):
         return False
     if rest[:1] == ["ByteFallback"]:
         rest = rest[1:]
@@ -282,9 +288,7 @@ def _is_sentencepiece(steps: list[dict]) -> bool:
 def _sentencepiece_piece(token: str, replaced: list[tuple[str, str]], spells_bytes: bool) -> bytes:
     for pattern, content in replaced:
         token = token.replace(pattern, content)
-    if spells_bytes and _BYTE_TOKEN.fullmatch(token):
-        return bytes([int(token[3:5], 16)])
-    return token.encode()
+    return (spells_bytes and _byte_of(token)) or token.encode()
 
 
 def _byte_characters() -> dict[int, str]:

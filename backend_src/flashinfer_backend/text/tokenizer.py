@@ -91,7 +91,7 @@ def _add_named_tokens(backend: Tokenizer, folder: Path) -> None:
                 )
     contents = {token.content for token in backend.get_added_tokens_decoder().values()}
     for token in named:
-        if token.content and token.content not in contents:
+        if token.content not in contents:
             _add(backend, token)
 
 
