@@ -20,7 +20,7 @@ NORMS = {"input_norm": "attention_layernorm", "post_norm": "feedforward_layernor
 
 
 def apertus(config: Config) -> ModelSpec:
-    config.only("attention_bias", hidden_act="xielu")
+    config.refuse_unsupported(hidden_act="xielu")
     if config.raw.get("rope_scaling") is None and config.raw.get("rope_parameters") is None:
         config = config.changed(rope_parameters=LLAMA3)
     bias = config.flag("attention_bias")

@@ -4,12 +4,12 @@ is the square of ReLU: https://arxiv.org/abs/2109.08668."""
 
 from __future__ import annotations
 
-from flashinfer_backend.models.hf.config import Config
+from flashinfer_backend.models.hf.config import ANY, Config
 from flashinfer_backend.models.spec import ModelSpec
 
 
 def arcee(config: Config) -> ModelSpec:
-    config.only("attention_bias", "mlp_bias", hidden_act="relu2")
+    config.refuse_unsupported(mlp_bias=ANY, hidden_act="relu2")
     bias = config.flag("attention_bias")
     attention = config.attention(bias=bias, o_bias=bias)
     mlp = config.gated("relu2", bias=config.flag("mlp_bias"), gate=False)

@@ -51,6 +51,7 @@ ROPE_KINDS: dict[str, Kind] = {
     "attention_factor": "number", "beta_fast": "number", "beta_slow": "number", "mscale": "number",
     "mscale_all_dim": "number", "truncate": "flag", "partial_rotary_factor": "number", "alpha": "number",
 }  # fmt: skip
+ANY: Any = object()  # of Config.refuse_unsupported
 # Keys that change what every family computes, each with the one value that is implemented.
 IMPLEMENTED: dict[str, Any] = {
     "hidden_act": "silu",
@@ -194,17 +195,18 @@ class Config:
         other.aliases, other.ignored = self.aliases, self.ignored
         return other
 
-    def only(self, *read: str, **implemented: Any) -> None:
-        """Refuse keys that change the computation, where they have another value than the one implemented:
-        these and those of all families, but for those that the family reads."""
-        for key, value in (IMPLEMENTED | implemented).items():
-            found = None if key in read else self.raw.get(key)
-            if found is not None and found != value:
+    def refuse_unsupported(self, **supported: Any) -> None:
+        """Raise UnsupportedModelError for a key with another value than the one that is given here, or in
+        IMPLEMENTED or NOT_HONOURED where it is not given. A key that is missing or null passes; so does every
+        value of one that is given as ANY, as the family reads it or transformers ignores it there."""
+        for key, value in (IMPLEMENTED | supported).items():
+            found = self.raw.get(key)
+            if value is not ANY and found is not None and found != value:
                 raise UnsupportedModelError(
                     f"{key} {shown(found)} is not supported; supported: {shown(value)} or absent"
                 )
         for key, (harmless, instead) in NOT_HONOURED.items():
-            if key not in read and self.raw.get(key) not in (None, *harmless):
+            if supported.get(key) is not ANY and self.raw.get(key) not in (None, *harmless):
                 raise UnsupportedModelError(
                     f"{key} is {shown(self.raw[key])}, which is not supported: {instead}"
                 )

@@ -157,7 +157,7 @@ def eagle3(raw: dict[str, Any], hf_quant: dict[str, Any]) -> Eagle3Spec:
     flat, norm_before_residual = _flat(raw)
     _refuse_unknown(flat)
     config = Config(flat, {}, hf_quant)
-    config.only(attention_bias=False)
+    config.refuse_unsupported(attention_bias=False)
     hidden, eagle = config.hidden_size, flat.get("eagle_config") or {}
     first = _attention(config)
     columns = 2 * hidden

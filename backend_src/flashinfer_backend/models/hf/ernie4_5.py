@@ -9,7 +9,7 @@ from flashinfer_backend.models.spec import ModelSpec
 
 
 def ernie4_5(config: Config) -> ModelSpec:
-    config.only(attention_bias=False)
+    config.refuse_unsupported(attention_bias=False)
     bias = config.flag("use_bias")
     attention = config.attention(kv_heads=2, head_dim=128, theta=5e5, bias=bias, o_bias=bias, neighbours=True)
     return config.model([(attention, config.gated(bias=bias))] * config.num_layers, tied=True)

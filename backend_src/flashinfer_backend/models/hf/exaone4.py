@@ -13,7 +13,7 @@ from flashinfer_backend.models.spec import ModelSpec
 
 
 def exaone4(config: Config) -> ModelSpec:
-    config.only(attention_bias=False)
+    config.refuse_unsupported(attention_bias=False)
     attention, mlp = config.attention(kv_heads=32, qk_norm="head"), config.gated()
     window = config.window()
     if window is None:

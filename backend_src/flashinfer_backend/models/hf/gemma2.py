@@ -6,17 +6,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashinfer_backend.models.hf.config import Config
+from flashinfer_backend.models.hf.config import ANY, Config
 from flashinfer_backend.models.hf.gemma3 import NORMS
 from flashinfer_backend.models.spec import ModelSpec
 
 
 def gemma2(config: Config) -> ModelSpec:
-    config.only(
-        "attention_bias",
-        "hidden_act",
-        hidden_activation="gelu_pytorch_tanh",
-        use_bidirectional_attention=False,
+    config.refuse_unsupported(
+        hidden_act=ANY, hidden_activation="gelu_pytorch_tanh", use_bidirectional_attention=False
     )
     bias, mlp, window = config.flag("attention_bias"), config.gated("gelu_tanh"), config.window()
     attention = replace(

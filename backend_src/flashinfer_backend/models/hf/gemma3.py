@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashinfer_backend.models.hf.config import Config
+from flashinfer_backend.models.hf.config import ANY, Config
 from flashinfer_backend.models.spec import ModelSpec
 
 NORMS = {
@@ -20,9 +20,8 @@ KINDS = {True: "sliding_attention", False: "full_attention"}
 
 def gemma3_text(config: Config) -> ModelSpec:
     """Norms multiply by 1 plus their weight, embeddings by the root of their length."""
-    config.only(
-        "attention_bias",
-        "hidden_act",
+    config.refuse_unsupported(
+        hidden_act=ANY,
         hidden_activation="gelu_pytorch_tanh",
         use_bidirectional_attention=False,
         attn_logit_softcapping=None,

@@ -4,7 +4,7 @@ embedding of neighbours in half of each head, and one matrix of the gate and the
 
 from __future__ import annotations
 
-from flashinfer_backend.models.hf.config import Config
+from flashinfer_backend.models.hf.config import ANY, Config
 from flashinfer_backend.models.spec import ModelSpec
 
 NORMS = {
@@ -16,7 +16,7 @@ NORMS = {
 
 
 def glm4(config: Config) -> ModelSpec:
-    config.only("attention_bias", "partial_rotary_factor")
+    config.refuse_unsupported(partial_rotary_factor=ANY)
     attention = config.attention(
         kv_heads=2, head_dim=128, bias=config.flag("attention_bias", True), neighbours=True, partial=0.5
     )

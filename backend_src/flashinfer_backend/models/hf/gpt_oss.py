@@ -22,7 +22,7 @@ SIZE = "intermediate_size"
 
 def gpt_oss(config: Config) -> ModelSpec:
     """A token's weights are a softmax of its own experts' logits: those of all, divided by their sum."""
-    config.only("attention_bias")
+    config.refuse_unsupported()
     if config.raw.get("rope_scaling") is None and config.raw.get("rope_parameters") is None:
         config = config.changed(rope_scaling=YARN)
     bias = config.flag("attention_bias", True)

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashinfer_backend.models.hf.config import Config
+from flashinfer_backend.models.hf.config import ANY, Config
 from flashinfer_backend.models.spec import ModelSpec
 
 
 def granite(config: Config) -> ModelSpec:
-    config.only("attention_bias", "mlp_bias")
+    config.refuse_unsupported(mlp_bias=ANY)
 
     def multiplier(key: str) -> float:
         return config.number(key) or 1.0

@@ -10,7 +10,7 @@ from flashinfer_backend.models.spec import ModelSpec
 
 def hunyuan_v1_dense(config: Config) -> ModelSpec:
     """With an `alpha`, its rope type "dynamic" is NTK's: a theta that does not depend on the length."""
-    config.only("attention_bias")
+    config.refuse_unsupported()
     bias = config.flag("attention_bias")
     attention = config.attention(
         bias=bias, o_bias=bias, qk_norm="rotated", norm_names=("query_layernorm", "key_layernorm")

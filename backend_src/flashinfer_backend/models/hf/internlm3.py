@@ -4,13 +4,13 @@ are in all products."""
 
 from __future__ import annotations
 
-from flashinfer_backend.models.hf.config import Config
+from flashinfer_backend.models.hf.config import ANY, Config
 from flashinfer_backend.models.spec import ModelSpec
 
 
 def internlm3(config: Config) -> ModelSpec:
     """Some checkpoints call attention_bias qkv_bias, and mlp_bias bias."""
-    config.only("attention_bias", "mlp_bias")
+    config.refuse_unsupported(mlp_bias=ANY)
     bias = {name: config.flag(other, config.flag(name)) for name, other in OTHER_NAMES.items()}
     qkv, mlp = bias["attention_bias"], bias["mlp_bias"]
     attention = config.attention(head_dim=128, bias=qkv, o_bias=qkv)

@@ -15,7 +15,7 @@ from flashinfer_backend.models.spec import ModelSpec
 def llama(config: Config) -> ModelSpec:
     """transformers gives it full attention whatever its keys say of windows, others a window: up to the
     window's length both are the same."""
-    config.only(attention_bias=False)
+    config.refuse_unsupported(attention_bias=False)
     windows = config.windows(config.window(otherwise=None))
     model = config.model([(config.attention(), config.gated())] * config.num_layers)
     return replace(model, disputed_window=next(filter(None, windows), None))

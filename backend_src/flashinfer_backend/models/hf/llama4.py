@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from flashinfer_backend.core.values import shown
 from flashinfer_backend.models.errors import UnsupportedModelError
-from flashinfer_backend.models.hf.config import Config
+from flashinfer_backend.models.hf.config import ANY, Config
 from flashinfer_backend.models.hf.qwen3_moe import NAMES
 from flashinfer_backend.models.spec import FullAttention, Gated, ModelSpec, Norm
 
@@ -17,7 +17,7 @@ BLOCK, CHUNK = "feed_forward", "attention_chunk_size"
 
 
 def llama4_text(config: Config) -> ModelSpec:
-    config.only(CHUNK, "attention_bias")
+    config.refuse_unsupported(attention_chunk_size=ANY)
     return config.model(zip(_attentions(config), _mlps(config), strict=True))
 
 

@@ -10,7 +10,7 @@ from flashinfer_backend.models.spec import ModelSpec
 
 
 def ministral(config: Config) -> ModelSpec:
-    config.only(attention_bias=False)
+    config.refuse_unsupported(attention_bias=False)
     attention, mlp = config.attention(kv_heads=8), config.gated()
     return config.model(
         [(replace(attention, window=window), mlp) for window in config.windows(config.window())]

@@ -23,7 +23,7 @@ ROPE = {
 
 
 def ministral3(config: Config) -> ModelSpec:
-    config.only(attention_bias=False)
+    config.refuse_unsupported(attention_bias=False)
     config.layer_types()  # which do not change the windows
     rope: dict[str, Any] = config.rope_keys() or ROPE
     known = {key: value for key, value in rope.items() if key not in (BETA, "max_position_embeddings")}

@@ -10,7 +10,7 @@ from flashinfer_backend.models.spec import ModelSpec
 
 
 def mistral(config: Config) -> ModelSpec:
-    config.only(attention_bias=False)
+    config.refuse_unsupported(attention_bias=False)
     config.layer_types()  # which do not change the windows
     attention, mlp = replace(config.attention(kv_heads=8), window=config.window()), config.gated()
     return config.model([(attention, mlp)] * config.num_layers)

@@ -11,7 +11,7 @@ from flashinfer_backend.models.spec import ModelSpec
 
 def mixtral(config: Config) -> ModelSpec:
     """The weights of a token's experts always add up to 1."""
-    config.only(attention_bias=False)
+    config.refuse_unsupported(attention_bias=False)
     config.layer_types()  # which do not change the windows
     experts = config.experts("intermediate_size", "block_sparse_moe", ("w1", "w3", "w2"), norm_topk=True)
     attention = replace(config.attention(kv_heads=8, theta=1e6), window=config.window(otherwise=None))

@@ -49,7 +49,7 @@ ONLY_ATTENTION = {
 
 def mpt(config: Config) -> ModelSpec:
     given = config.raw.get("attn_config") or {}
-    config.changed(**_within(given)).only(**ONLY, **_within(ONLY_ATTENTION))
+    config.changed(**_within(given)).refuse_unsupported(**ONLY, **_within(ONLY_ATTENTION))
     config = config.changed(**{ours: config.count(theirs) for ours, theirs in NAMES.items()})
     heads, hidden = config.count("num_attention_heads"), config.hidden_size
     if hidden % heads:

@@ -9,7 +9,7 @@ from flashinfer_backend.models.spec import ModelSpec
 
 
 def olmo2(config: Config) -> ModelSpec:
-    config.only("attention_bias")
+    config.refuse_unsupported()
     bias = config.flag("attention_bias")
     attention = config.attention(bias=bias, o_bias=bias, qk_norm="all")
     return config.model([(attention, config.gated())] * config.num_layers, norms=OUTER_NORMS)

@@ -13,7 +13,7 @@ KINDS = {True: "sliding_attention", False: "full_attention"}
 
 
 def olmo3(config: Config) -> ModelSpec:
-    config.only("attention_bias")
+    config.refuse_unsupported()
     bias, mlp = config.flag("attention_bias"), config.gated()
     windows = config.windows(config.window(), every=4)
     ropes = config.ropes_by_kind()

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashinfer_backend.models.hf.config import Config
+from flashinfer_backend.models.hf.config import ANY, Config
 from flashinfer_backend.models.spec import ModelSpec
 
 
 def phi3(config: Config) -> ModelSpec:
     """transformers takes its rope types "su" and "yarn", names of before, for "longrope"."""
-    config.only("partial_rotary_factor", "original_max_position_embeddings", attention_bias=False)
+    config.refuse_unsupported(partial_rotary_factor=ANY, attention_bias=False)
     keys = config.rope_keys()
     if keys.get("rope_type", keys.get("type")) in ("su", "yarn"):
         config = config.changed(rope_scaling=keys | {"rope_type": "longrope"})

@@ -13,7 +13,7 @@ FULL_LAYERS = 28  # the first ones, where config.json does not say how many
 
 
 def qwen2(config: Config) -> ModelSpec:
-    config.only()
+    config.refuse_unsupported()
     attention, mlp = config.attention(kv_heads=32, bias=True), config.gated()
     return config.model([(replace(attention, window=window), mlp) for window in windows_of(config)])
 

@@ -14,7 +14,7 @@ from flashinfer_backend.models.spec import ModelSpec
 
 def qwen2_moe(config: Config) -> ModelSpec:
     """Without layer_types, every other one of the first layers has the window."""
-    config.only("qkv_bias")
+    config.refuse_unsupported()
     experts = config.experts("moe_intermediate_size", "mlp", NAMES, config.flag("norm_topk_prob"))
     shared, gate = config.shared_expert("shared_expert_intermediate_size", "mlp")
     mlps = config.with_dense_layers(replace(experts, shared=shared, shared_gate=gate))

@@ -12,6 +12,6 @@ from flashinfer_backend.models.spec import ModelSpec
 
 
 def qwen3(config: Config) -> ModelSpec:
-    config.only(attention_bias=False)
+    config.refuse_unsupported(attention_bias=False)
     attention, mlp = config.attention(kv_heads=32, head_dim=128, qk_norm="head"), config.gated()
     return config.model([(replace(attention, window=window), mlp) for window in windows_of(config)])

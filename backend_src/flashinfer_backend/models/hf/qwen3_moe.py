@@ -12,7 +12,7 @@ NAMES = "gate_proj", "up_proj", "down_proj"
 
 
 def qwen3_moe(config: Config) -> ModelSpec:
-    config.only(attention_bias=False)
+    config.refuse_unsupported(attention_bias=False)
     config.layer_types()  # which do not change the windows
     experts = config.experts(
         "moe_intermediate_size",

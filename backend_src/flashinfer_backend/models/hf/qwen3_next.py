@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flashinfer_backend.core.values import shown
-from flashinfer_backend.models.hf.config import Config
+from flashinfer_backend.models.hf.config import ANY, Config
 from flashinfer_backend.models.hf.qwen3_moe import NAMES
 from flashinfer_backend.models.spec import Experts, Gated, ModelSpec
 
@@ -29,7 +29,7 @@ def shared_experts(config: Config, norm_topk: bool) -> Experts:
 def hybrid(config: Config, mlps: list[Gated], kv_heads: int, fused: bool) -> ModelSpec:
     """A model with these MLPs. Norms multiply by 1 plus their weight, but for those of delta nets. fused: as
     of Config.delta_net."""
-    config.only("partial_rotary_factor", attention_bias=False, attn_output_gate=True)
+    config.refuse_unsupported(partial_rotary_factor=ANY, attention_bias=False, attn_output_gate=True)
     count, every = config.num_layers, config.count_or("full_attention_interval", 4)
     types = config.layer_types("linear_attention") or [
         "linear_attention" if (index + 1) % every else "full_attention" for index in range(count)

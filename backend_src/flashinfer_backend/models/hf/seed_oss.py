@@ -9,7 +9,7 @@ from flashinfer_backend.models.spec import ModelSpec
 
 
 def seed_oss(config: Config) -> ModelSpec:
-    config.only("attention_bias")
+    config.refuse_unsupported()
     bias, o_bias = config.flag("attention_bias", True), config.flag("attention_out_bias")
     attention = config.attention(kv_heads=8, head_dim=128, bias=bias, o_bias=o_bias)
     return config.model([(attention, config.gated())] * config.num_layers)

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashinfer_backend.models.hf.config import Config
+from flashinfer_backend.models.hf.config import ANY, Config
 from flashinfer_backend.models.spec import ModelSpec
 
 
 def smollm3(config: Config) -> ModelSpec:
-    config.only("attention_bias", "mlp_bias")
+    config.refuse_unsupported(mlp_bias=ANY)
     bias = config.flag("attention_bias")
     attention = config.attention(kv_heads=4, theta=2e6, bias=bias, o_bias=bias)
     rotated = config.rotated_layers()
