@@ -8,7 +8,7 @@ import json
 import re
 import secrets
 from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.responses import Response
 
@@ -46,18 +46,26 @@ IDLE_OF_TOOLS: dict[str, tuple[Any, ...]] = {
 FREE_OF_TOOLS = ("name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming")
 
 
-def read_message(served: ServedModel, body: bytes) -> tuple[MessagesRequest, str, Turn]:
-    """A request, its model, and its turn, prepared. Raises ApiError."""
+class ParsedMessages(NamedTuple):
+    """A request, the model's name in it, and its turn, prepared."""
+
+    request: MessagesRequest
+    model: str
+    turn: Turn
+
+
+def read_message(served: ServedModel, body: bytes) -> ParsedMessages:
+    """Raises ApiError."""
     request = decode(MessagesRequest, body)
     model = served.check_model(request.model)
     turn = Turn(served, conversation_of(served, request), bool(request.stream))
     turn.prepare(_sampling(request))
-    return request, model, turn
+    return ParsedMessages(request, model, turn)
 
 
-async def message(served: ServedModel, asked: tuple[MessagesRequest, str, Turn]) -> Response:
-    """asked: what read_message returned. Raises ApiError."""
-    request, model, turn = asked
+async def message(served: ServedModel, parsed: ParsedMessages) -> Response:
+    """Raises ApiError."""
+    request, model, turn = parsed
     await turn.encode()
     # An answer that the model's context cuts before max_tokens has a stop reason that says so.
     room = served.limits.max_seq_len - len(turn.prompt)

@@ -109,8 +109,8 @@ def _served_by_name(models: Sequence[ServedModel], body: bytes) -> ServedModel:
 
 class Post(NamedTuple):
     """A path that takes a body. kind: the body's struct. read: does all the work that grows with the body,
-    except tokenizing. tasks: the tasks of models that serve the path; none: all models do. choose: finds the
-    model from the body."""
+    except tokenizing, and gives what handle takes. tasks: the tasks of models that serve the path; none: all
+    models do. choose: finds the model from the body."""
 
     path: str
     kind: type[msgspec.Struct]
@@ -194,8 +194,8 @@ def _endpoint(
             if post.tasks:
                 served.check_task(request.url.path, post.tasks)
             await served.attached()
-            asked = await bodies.read(post.read, served, body)
-        answer = await post.handle(served, asked)
+            parsed = await bodies.read(post.read, served, body)
+        answer = await post.handle(served, parsed)
         return answer if isinstance(answer, Response) else _json(answer)
 
     return endpoint

@@ -8,7 +8,7 @@ import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec import Raw
@@ -297,8 +297,16 @@ class Answer:
         }
 
 
-def read_chat(served: ServedModel, body: bytes) -> tuple[ChatRequest, str, Turn]:
-    """A request, its model, and its turn, prepared. Raises ApiError."""
+class ParsedChat(NamedTuple):
+    """A request, the model's name in it, and its turn, prepared."""
+
+    request: ChatRequest
+    model: str
+    turn: Turn
+
+
+def read_chat(served: ServedModel, body: bytes) -> ParsedChat:
+    """Raises ApiError."""
     request = decode(ChatRequest, body)
     model = served.check_model(request.model)
     if len({request.max_completion_tokens, request.max_tokens} - {None}) > 1:
@@ -315,12 +323,12 @@ def read_chat(served: ServedModel, body: bytes) -> tuple[ChatRequest, str, Turn]
     )  # fmt: skip
     turn = Turn(served, conversation, bool(request.stream))
     turn.prepare(request)
-    return request, model, turn
+    return ParsedChat(request, model, turn)
 
 
-async def chat(served: ServedModel, asked: tuple[ChatRequest, str, Turn]) -> Response:
-    """asked: what read_chat returned. Raises ApiError."""
-    request, model, turn = asked
+async def chat(served: ServedModel, parsed: ParsedChat) -> Response:
+    """Raises ApiError."""
+    request, model, turn = parsed
     field = "max_completion_tokens" if request.max_tokens is None else "max_tokens"
     await turn.submit(
         request, request.n or 1, getattr(request, field), field, bool(request.logprobs),

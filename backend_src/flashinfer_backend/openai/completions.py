@@ -40,7 +40,7 @@ from flashinfer_backend.serving.generation import Chunk
 MANY_LOG_PROBS = 2000
 
 
-class Asked(NamedTuple):
+class ParsedCompletion(NamedTuple):
     """A request, the model's name, and what is made of the rest of it."""
 
     request: CompletionRequest
@@ -57,7 +57,7 @@ class PromptReport(NamedTuple):
     by_id: Raw | None
 
 
-def read_completion(served: ServedModel, body: bytes) -> Asked:
+def read_completion(served: ServedModel, body: bytes) -> ParsedCompletion:
     """Raises ApiError."""
     request = decode(CompletionRequest, body)
     model, limits = served.check_model(request.model), served.limits
@@ -70,13 +70,13 @@ def read_completion(served: ServedModel, body: bytes) -> Asked:
             param="prompt",
         )
     guide = guide_of(request.response_format, request)
-    return Asked(request, model, prompts, guide, named_tokens(request, limits, served.tokenizer))
+    return ParsedCompletion(request, model, prompts, guide, named_tokens(request, limits, served.tokenizer))
 
 
-async def completions(served: ServedModel, asked: Asked) -> Response:
+async def completions(served: ServedModel, parsed: ParsedCompletion) -> Response:
     """Raises ApiError."""
-    request, model, limits = asked.request, asked.model, served.limits
-    prompts: Sequence[Any] = asked.prompts
+    request, model, limits = parsed.request, parsed.model, served.limits
+    prompts: Sequence[Any] = parsed.prompts
     if isinstance(prompts[0], str):
         prompts = await served.encode(prompts, request.add_special_tokens)
         _check_ids(prompts, limits)
@@ -92,13 +92,13 @@ async def completions(served: ServedModel, asked: Asked) -> Response:
     rows = []
     for prompt in prompts:
         params = sampling_params(
-            request, served.defaults, limits, asked.tokens, served.tokenizer.eos_id,
-            Length(len(prompt), 1 if request.max_tokens == 0 else request.max_tokens), asked.guide,
+            request, served.defaults, limits, parsed.tokens, served.tokenizer.eos_id,
+            Length(len(prompt), 1 if request.max_tokens == 0 else request.max_tokens), parsed.guide,
             request.logprobs is not None or count > n, request.logprobs or 0,
             adapter=served.adapter(request.model),
         )  # fmt: skip
         params.context_logits = echoed or by_id is not None
-        rows.append((generation_request(request, prompt, params, bool(request.stream), asked.guide), count))
+        rows.append((generation_request(request, prompt, params, bool(request.stream), parsed.guide), count))
     texts = served.token_texts
     written = served.decoder(request.skip_special_tokens)
 

@@ -85,9 +85,9 @@ def read_embeddings(served: ServedModel, body: bytes) -> tuple[EmbeddingRequest,
     return request, inputs
 
 
-async def embeddings(served: ServedModel, asked: tuple[EmbeddingRequest, list[Any]]) -> Response:
+async def embeddings(served: ServedModel, parsed: tuple[EmbeddingRequest, list[Any]]) -> Response:
     """Raises ApiError."""
-    request, inputs = asked  # texts, or lists of ids
+    request, inputs = parsed  # texts, or lists of ids
     places = _places("input", len(inputs))
     if isinstance(inputs[0], str):
         inputs = await served.encode(inputs, request.add_special_tokens, places)
@@ -118,20 +118,20 @@ def read_rerank(served: ServedModel, body: bytes) -> Pairs:
     return _pairs(served, request, "query", [request.query], "documents", documents)
 
 
-async def rerank(served: ServedModel, asked: Pairs) -> Response:
+async def rerank(served: ServedModel, pairs: Pairs) -> Response:
     """Raises ApiError."""
-    request = asked.request
+    request = pairs.request
     assert isinstance(request, RerankRequest)
 
     def content(found: list[float]) -> dict[str, Any]:
         best = sorted(range(len(found)), key=lambda i: -found[i])[: request.top_n or None]
         results = []
         for i in best:
-            document = {"document": {"text": asked.documents[i]}} if request.return_documents else {}
+            document = {"document": {"text": pairs.documents[i]}} if request.return_documents else {}
             results.append({"index": i, **document, "relevance_score": found[i]})
         return {"results": results}
 
-    return await _scored(served, asked, "rerank", content)
+    return await _scored(served, pairs, "rerank", content)
 
 
 def read_score(served: ServedModel, body: bytes) -> Pairs:
@@ -148,29 +148,29 @@ def read_score(served: ServedModel, body: bytes) -> Pairs:
     return _pairs(served, request, *sides)
 
 
-async def score(served: ServedModel, asked: Pairs) -> Response:
+async def score(served: ServedModel, pairs: Pairs) -> Response:
     """Raises ApiError."""
 
     def content(found: list[float]) -> dict[str, Any]:
         data = [{"index": i, "object": "score", "score": each} for i, each in enumerate(found)]
         return {"object": "list", "created": int(time.time()), "data": data}
 
-    return await _scored(served, asked, "score", content)
+    return await _scored(served, pairs, "score", content)
 
 
 async def _scored(
-    served: ServedModel, asked: Pairs, name: str, content: Callable[[list[Any]], dict[str, Any]]
+    served: ServedModel, pairs: Pairs, name: str, content: Callable[[list[Any]], dict[str, Any]]
 ) -> Response:
     # The prompt's own last token is the one that is answered.
-    prompts = await served.encode(asked.prompts, False, asked.places)
-    streams = _submit(served, asked.request, prompts, asked.places)
+    prompts = await served.encode(pairs.prompts, False, pairs.places)
+    streams = _submit(served, pairs.request, prompts, pairs.places)
 
     def probability(values: np.ndarray) -> float:
         """The share of yes in the softmax of both logits, or the sigmoid of one."""
         logit = float(values[0]) - (float(values[1]) if len(values) > 1 else 0.0)
         return 1 / (1 + math.exp(-logit)) if logit > -700 else 0.0
 
-    return _answer(served, asked.request, streams, name, asked.places, probability, content)
+    return _answer(served, pairs.request, streams, name, pairs.places, probability, content)
 
 
 def _submit(

@@ -57,11 +57,17 @@ class Offered(NamedTuple):
     custom: bool
 
 
-def read_responses(
-    served: ServedModel, body: bytes
-) -> tuple[ResponsesRequest, str, Turn, list[dict[str, Any]]]:
-    """A request, its model, its turn, prepared, and the items of the response that it goes on from. Raises
-    ApiError."""
+class ParsedResponses(NamedTuple):
+    """A request, the model's name in it, its turn, prepared, and the items of the response before it."""
+
+    request: ResponsesRequest
+    model: str
+    turn: Turn
+    earlier: list[dict[str, Any]]
+
+
+def read_responses(served: ServedModel, body: bytes) -> ParsedResponses:
+    """Raises ApiError."""
     request = decode(ResponsesRequest, body)
     model = served.check_model(request.model)
     earlier: list[dict[str, Any]] = []
@@ -104,14 +110,12 @@ def read_responses(
     )
     turn = Turn(served, conversation, bool(request.stream))
     turn.prepare(request)
-    return request, model, turn, earlier
+    return ParsedResponses(request, model, turn, earlier)
 
 
-async def responses(
-    served: ServedModel, asked: tuple[ResponsesRequest, str, Turn, list[dict[str, Any]]]
-) -> Response:
-    """asked: what read_responses returned. Raises ApiError."""
-    request, model, turn, earlier = asked
+async def responses(served: ServedModel, parsed: ParsedResponses) -> Response:
+    """Raises ApiError."""
+    request, model, turn, earlier = parsed
     await turn.submit(request, 1, request.max_output_tokens, "max_output_tokens")
     return respond(served, turn.streams, _Reply(turn, request, model, earlier), request.stream)
 

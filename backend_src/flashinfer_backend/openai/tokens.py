@@ -32,9 +32,9 @@ def read_tokenize(served: ServedModel, body: bytes) -> tuple[TokenizeRequest, st
     return request, render(served, conversation)
 
 
-async def tokenize(served: ServedModel, asked: tuple[TokenizeRequest, str]) -> dict[str, Any]:
+async def tokenize(served: ServedModel, parsed: tuple[TokenizeRequest, str]) -> dict[str, Any]:
     """Ids of a prompt, or of what messages become. Raises ApiError."""
-    request, text = asked
+    request, text = parsed
     field = "prompt" if request.messages is None else "messages"
     special = request.add_special_tokens
     special = special is not False if field == "prompt" else bool(special)
