@@ -26,7 +26,7 @@ from flashinfer_backend.triton_server import llm
 from flashinfer_backend.triton_server.adapters import TaskThread
 from flashinfer_backend.triton_server.freeze_guard import FreezeGuard
 from flashinfer_backend.triton_server.llm import TritonPythonModel
-from flashinfer_backend.triton_server.requests import Limits
+from flashinfer_backend.triton_server.requests import LlmLimits
 from flashinfer_backend.triton_server.sequence import OpenRequest
 
 
@@ -64,7 +64,7 @@ def make_model(bench: Bench, folder: Path, submit: Callable[[Any], int]) -> Trit
     model._pb = bench.responder._pb
     model._adapters = model._storing = None
     model._submitting = threading.Lock()
-    model._responder, model._limits = bench.responder, Limits(vocab_size=100, max_input_len=100)
+    model._responder, model._limits = bench.responder, LlmLimits(vocab_size=100, max_input_len=100)
     model._engines = SimpleNamespace(  # type: ignore[assignment]
         submit=lambda sequence, *_: submit(sequence)
     )

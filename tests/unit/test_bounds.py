@@ -23,7 +23,7 @@ from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.triton_server import postprocessing, preprocessing, refused
 from flashinfer_backend.triton_server.request_parameters import read_request_parameters
-from flashinfer_backend.triton_server.requests import Limits, parse_request
+from flashinfer_backend.triton_server.requests import LlmLimits, parse_request
 
 REPOSITORY = Path(__file__).parents[2] / "model_repo"
 KINDS = [
@@ -93,7 +93,7 @@ def ask(model: str, tokenizer: TextTokenizer, tensors: dict[str, np.ndarray], ro
             "guided_decoding_guide": texts(rows, b"a"),
         }
         guided = text if text.keys() & tensors.keys() else {}
-        parse_request(base | guided | tensors, Limits(vocab_size=100, max_input_len=20))
+        parse_request(base | guided | tensors, LlmLimits(vocab_size=100, max_input_len=20))
     elif model == "preprocessing":
         base = {"QUERY": texts(rows, b"a"), "REQUEST_OUTPUT_LEN": one, "END_ID": one}
         preprocessor = preprocessing.Preprocessor(tokenizer, max_prompt_bytes=PROMPT_BYTES)

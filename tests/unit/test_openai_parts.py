@@ -31,7 +31,7 @@ from flashinfer_backend.openai.link import Stream, Streams
 from flashinfer_backend.openai.model import Model
 from flashinfer_backend.openai.requests import ChatRequest, ResponsesRequest, decode
 from flashinfer_backend.openai.responses import messages_of, offered_tools
-from flashinfer_backend.openai.sampling import NO_TOKENS, Defaults, Length, Limits, sampling_params
+from flashinfer_backend.openai.sampling import NO_TOKENS, Defaults, EngineLimits, Length, sampling_params
 from flashinfer_backend.openai.served_model import ServedModel
 from flashinfer_backend.openai.store import Store
 from flashinfer_backend.openai.template import ChatTemplate, plain_messages
@@ -43,7 +43,7 @@ from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.transport import protocol
 
 ASK = [{"role": "user", "content": "Hi"}]
-LIMITS = Limits(2048, 100, 99)
+LIMITS = EngineLimits(2048, 100, 99)
 
 
 def write(folder: Path, **files: Any) -> Path:

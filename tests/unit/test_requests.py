@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from flashinfer_backend.core.bounds import FIELDS, MOST_WORD
-from flashinfer_backend.triton_server.requests import Limits, Row, is_stop, parse_request
+from flashinfer_backend.triton_server.requests import LlmLimits, Row, is_stop, parse_request
 
-LIMITS = Limits(vocab_size=100, max_input_len=20)
+LIMITS = LlmLimits(vocab_size=100, max_input_len=20)
 WORDS = FIELDS["stop_words_text"].values
 
 
@@ -44,7 +44,7 @@ def text(*rows: Any) -> np.ndarray:
 
 
 def test_a_prompt_beyond_the_checkpoints_limit_is_told_so() -> None:
-    limits = Limits(vocab_size=100, max_input_len=20, max_seq_len=21, longest_seq_len=21)
+    limits = LlmLimits(vocab_size=100, max_input_len=20, max_seq_len=21, longest_seq_len=21)
     long = {"input_ids": int32([1] * 21), "input_lengths": int32([21])}
     with pytest.raises(ValueError, match=r"\(20\). Shorten the prompt; max_seq_len \(21\) is the most"):
         parse_request(tensors(**long), limits)
@@ -125,7 +125,7 @@ def test_end_id_outside_the_vocabulary_is_accepted() -> None:
 
 
 def test_configured_and_requested_exclude_input() -> None:
-    limits = Limits(vocab_size=100, max_input_len=20, default_exclude_input=True)
+    limits = LlmLimits(vocab_size=100, max_input_len=20, default_exclude_input=True)
     assert parse_request(tensors(), limits)[0].exclude_input
     asked = tensors(exclude_input_in_output=np.array([[False]]))
     assert not parse_request(asked, limits)[0].exclude_input
@@ -149,7 +149,7 @@ def test_one_decoder_id_a_row_passes(length: np.ndarray | None) -> None:
 
 
 def test_ids_outside_the_vocabulary_can_be_folded_into_it() -> None:
-    limits = Limits(vocab_size=100, max_input_len=20, fold_input_ids=True)
+    limits = LlmLimits(vocab_size=100, max_input_len=20, fold_input_ids=True)
     wild = tensors(input_ids=int32([7, 2**31 - 1, -1, 100]))
     (row,) = parse_request(wild, limits)
     assert row.prompt.tolist() == [7, (2**31 - 1) % 100, 99, 0] and row.prompt.dtype == np.int32
@@ -266,14 +266,14 @@ def test_mistakes_are_named(changes: dict[str, Any], message: str) -> None:
     ],
 )  # fmt: skip
 def test_several_responses_need_decoupled_mode(changes: dict[str, Any], message: str) -> None:
-    limits = Limits(vocab_size=100, max_input_len=20, decoupled=False)
+    limits = LlmLimits(vocab_size=100, max_input_len=20, decoupled=False)
     parse_request(tensors(), limits)
     with pytest.raises(ValueError, match=message):
         parse_request(tensors(**changes), limits)
 
 
 def test_guided_decoding_that_is_switched_off() -> None:
-    limits = Limits(vocab_size=100, max_input_len=20, guided_decoding=False)
+    limits = LlmLimits(vocab_size=100, max_input_len=20, guided_decoding=False)
     guide = {"guided_decoding_guide_type": text([b"regex"]), "guided_decoding_guide": text([b"[a]"])}
     assert one(**guide).params.grammar == "[a]"
     with pytest.raises(ValueError, match="guided_decoding_backend none"):

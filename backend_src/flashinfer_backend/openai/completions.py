@@ -17,9 +17,9 @@ from flashinfer_backend.openai.errors import ApiError, field_error
 from flashinfer_backend.openai.link import ClientLeft, Stream, Streams
 from flashinfer_backend.openai.requests import CompletionRequest, decode
 from flashinfer_backend.openai.sampling import (
+    EngineLimits,
     Guide,
     Length,
-    Limits,
     NamedTokens,
     check_ids,
     guide_of,
@@ -112,7 +112,7 @@ async def completions(served: ServedModel, parsed: ParsedCompletion) -> Response
     return respond(served, streams, _Reply(served, request, model, streams, count), request.stream)
 
 
-def _prompts(given: str | list[Any], limits: Limits) -> list[Any]:
+def _prompts(given: str | list[Any], limits: EngineLimits) -> list[Any]:
     """Texts, or ids within the vocabulary."""
     if isinstance(given, str):
         return [given]
@@ -126,7 +126,7 @@ def _prompts(given: str | list[Any], limits: Limits) -> list[Any]:
     return prompts
 
 
-def _check_ids(prompts: Sequence[list[int]], limits: Limits) -> None:
+def _check_ids(prompts: Sequence[list[int]], limits: EngineLimits) -> None:
     for prompt in prompts:
         if not prompt:
             raise _not_prompts()

@@ -73,7 +73,7 @@ class Defaults(msgspec.Struct):
 
 
 @dataclass(frozen=True)
-class Limits:
+class EngineLimits:
     """What the engine allows."""
 
     vocab_size: int
@@ -91,7 +91,7 @@ class Length(NamedTuple):
     prompt_field: str = "prompt"
     answer_field: str = "max_tokens"
 
-    def room(self, limits: Limits) -> int:
+    def room(self, limits: EngineLimits) -> int:
         """The most tokens of the answer. Raises ApiError where prompt or answer are too long."""
         # Clients know the error by "prompt is too long" and "This model's maximum context length is".
         if self.prompt > limits.max_input_len:
@@ -125,7 +125,7 @@ class NamedTokens(NamedTuple):
 NO_TOKENS = NamedTokens([], [], [])
 
 
-def named_tokens(request: Sampling, limits: Limits, tokenizer: TextTokenizer) -> NamedTokens:
+def named_tokens(request: Sampling, limits: EngineLimits, tokenizer: TextTokenizer) -> NamedTokens:
     """Those of logit_bias, stop_token_ids, bad_words and allowed_token_ids. Raises ApiError for others."""
     given = request.logit_bias or {}
     for value in given.values():
@@ -140,7 +140,7 @@ def named_tokens(request: Sampling, limits: Limits, tokenizer: TextTokenizer) ->
     return NamedTokens(bias_ids, list(given.values()), stop_ids, bad_words, allowed_ids)
 
 
-def _bad_words(request: Sampling, limits: Limits, tokenizer: TextTokenizer) -> list[list[int]]:
+def _bad_words(request: Sampling, limits: EngineLimits, tokenizer: TextTokenizer) -> list[list[int]]:
     """The ids of each bad word at a text's beginning and behind a blank. Raises ApiError for too many."""
     words = [form for word in request.bad_words or [] for form in (word, " " + word.lstrip())]
     if not words:
@@ -155,7 +155,7 @@ def _bad_words(request: Sampling, limits: Limits, tokenizer: TextTokenizer) -> l
 def sampling_params(
     request: Sampling,
     defaults: Defaults,
-    limits: Limits,
+    limits: EngineLimits,
     tokens: NamedTokens,
     end_id: int | None,
     length: Length,
@@ -206,7 +206,7 @@ def sampling_params(
     )
 
 
-def shortened(prompt: list[int], request: Sampling, limits: Limits) -> list[int]:
+def shortened(prompt: list[int], request: Sampling, limits: EngineLimits) -> list[int]:
     """The end of a prompt, as truncate_prompt_tokens asks for it."""
     most = request.truncate_prompt_tokens
     if most is None:
@@ -214,7 +214,7 @@ def shortened(prompt: list[int], request: Sampling, limits: Limits) -> list[int]
     return prompt[-(limits.max_input_len if most == -1 else most) :]
 
 
-def check_ids(place: str, ids: Iterable[int | str], limits: Limits) -> list[int]:
+def check_ids(place: str, ids: Iterable[int | str], limits: EngineLimits) -> list[int]:
     """The ids that a field of the request holds. Raises ApiError for one outside of the vocabulary."""
     found = []
     for given in ids:

@@ -22,7 +22,7 @@ from flashinfer_backend.openai.link import EngineLink, Reduce, Streams, unavaila
 from flashinfer_backend.openai.metrics import Metrics
 from flashinfer_backend.openai.model import Model
 from flashinfer_backend.openai.requests import Sampling
-from flashinfer_backend.openai.sampling import Defaults, Guide, Limits
+from flashinfer_backend.openai.sampling import Defaults, EngineLimits, Guide
 from flashinfer_backend.openai.store import Store
 from flashinfer_backend.openai.template import ChatTemplate
 from flashinfer_backend.openai.token_lists import TokenTexts, chat_token, text_of
@@ -107,13 +107,13 @@ class ServedModel:
             await asyncio.sleep(LOOK_S)
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> EngineLimits:
         """Raises ApiError while the engine has never been there."""
         status = self.link.engines.status
         if status is None:
             raise unavailable(ENGINE_DOWN)
         guided = self.model.engine.guided_decoding_backend != "none"
-        return Limits(status.vocab_size, status.max_seq_len, status.max_input_len, guided)
+        return EngineLimits(status.vocab_size, status.max_seq_len, status.max_input_len, guided)
 
     def check_model(self, name: str) -> str:
         """The model's name as a request has it. Raises ApiError for another model."""

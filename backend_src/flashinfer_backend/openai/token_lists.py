@@ -16,7 +16,7 @@ import numpy as np
 
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.link import log_probs
-from flashinfer_backend.openai.sampling import Limits
+from flashinfer_backend.openai.sampling import EngineLimits
 from flashinfer_backend.serving.generation import Chunk
 from flashinfer_backend.text.delta import CONTEXT_IDS, DeltaDecoder
 
@@ -170,7 +170,7 @@ def _rows(prompt: np.ndarray, logits: bytes | memoryview) -> Iterator[tuple[int,
         yield token, row, high + float(np.log(np.exp(row - high, dtype=np.float64).sum()))
 
 
-def check_prompt_logits(name: str, field: str, stream: bool | None, size: int, limits: Limits) -> None:
+def check_prompt_logits(name: str, field: str, stream: bool | None, size: int, limits: EngineLimits) -> None:
     """name: what asks for a prompt's logits, and its field. size: tokens of the prompt. Raises ApiError where
     they cannot be sent."""
     if stream:

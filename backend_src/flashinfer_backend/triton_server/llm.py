@@ -38,7 +38,7 @@ from flashinfer_backend.triton_server.parameters import (
     read_parameters,
 )
 from flashinfer_backend.triton_server.request_parameters import read_request_parameters
-from flashinfer_backend.triton_server.requests import Limits, Tensors, is_stop, parse_request
+from flashinfer_backend.triton_server.requests import LlmLimits, Tensors, is_stop, parse_request
 from flashinfer_backend.triton_server.responder import Responder
 from flashinfer_backend.triton_server.sequence import Sequence, of_ensemble
 from flashinfer_backend.triton_server.watch import ClientWatch, postprocessing_probe
@@ -93,7 +93,7 @@ class TritonPythonModel:
         except Exception:
             self.finalize()
             raise
-        self._limits = Limits(
+        self._limits = LlmLimits(
             vocab_size=status.vocab_size,
             max_input_len=status.max_input_len,
             decoupled=model_config.get("model_transaction_policy", {}).get("decoupled", False),

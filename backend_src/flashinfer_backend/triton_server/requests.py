@@ -29,7 +29,7 @@ Tensors = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Limits:
+class LlmLimits:
     """What the engine and the model's configuration allow. `default_*`: where a request is silent."""
 
     vocab_size: int
@@ -63,7 +63,7 @@ def is_stop(tensors: Tensors) -> bool:
 
 def parse_request(
     tensors: Tensors,
-    limits: Limits,
+    limits: LlmLimits,
     parameters: RequestParameters = NO_PARAMETERS,
     adapters: AdapterNames | None = None,
 ) -> list[Row]:
@@ -124,7 +124,9 @@ def _prompts(tensors: Tensors) -> tuple[np.ndarray, list[int]]:
     return ids, lengths
 
 
-def _row(reader: _Reader, limits: Limits, row: int, prompt: np.ndarray, parameters: RequestParameters) -> Row:
+def _row(
+    reader: _Reader, limits: LlmLimits, row: int, prompt: np.ndarray, parameters: RequestParameters
+) -> Row:
     if len(prompt) > limits.max_input_len:
         lengths = limits.max_input_len, limits.max_seq_len, limits.longest_seq_len
         raise ValueError(prompt_too_long(len(prompt), *lengths))
@@ -155,7 +157,7 @@ def _row(reader: _Reader, limits: Limits, row: int, prompt: np.ndarray, paramete
     )
 
 
-def _in_vocabulary(prompt: np.ndarray, limits: Limits) -> np.ndarray:
+def _in_vocabulary(prompt: np.ndarray, limits: LlmLimits) -> np.ndarray:
     low, high = int(prompt.min()), int(prompt.max())
     if low >= 0 and high < limits.vocab_size:
         return prompt
@@ -168,7 +170,9 @@ def _in_vocabulary(prompt: np.ndarray, limits: Limits) -> np.ndarray:
     )
 
 
-def _sampling_params(reader: _Reader, limits: Limits, row: int, speculative_decoding: bool) -> SamplingParams:
+def _sampling_params(
+    reader: _Reader, limits: LlmLimits, row: int, speculative_decoding: bool
+) -> SamplingParams:
     if "request_output_len" not in reader.tensors:
         raise ValueError("request_output_len (max_tokens) is missing; it should be INT32 [batch, 1]")
     temperature = reader.number(row, "temperature", 1.0, at_least=0.0)
@@ -212,7 +216,7 @@ def _sampling_params(reader: _Reader, limits: Limits, row: int, speculative_deco
     )
 
 
-def _guide(reader: _Reader, limits: Limits, row: int) -> tuple[str, str]:
+def _guide(reader: _Reader, limits: LlmLimits, row: int) -> tuple[str, str]:
     grammar_type = "".join(reader.strings(row, "guided_decoding_guide_type"))
     guide = "".join(reader.strings(row, "guided_decoding_guide"))
     if not grammar_type and not guide:
