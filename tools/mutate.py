@@ -3,7 +3,7 @@
 
 Takes a random sample of a folder's changes (operators, numbers, conditions, removed statements), runs the
 folder's tests for each in a copy of the tree, and prints those that no test noticed. Texts, log lines,
-assertions and annotations stay as they are.
+assertions (zip's strict too) and annotations stay as they are.
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ TESTS = {
         f"{WALK}test_a_broken_manager_is_found {WALK}test_ten_thousand_random_steps"
     ),
     "scheduler/draft_pace": "unit/test_draft_pace.py",
+    "scheduler/invariants": (
+        f"unit/test_scheduler.py {WALK}test_a_real_engine_finds_a_corruption_at_the_next_step"
+        f" {WALK}test_a_broken_manager_is_found {WALK}test_ten_thousand_random_steps"
+    ),
     "scheduler/scheduler": (
         "unit/test_scheduler.py unit/test_request_queue.py unit/test_cache_groups.py "
         "engine/test_logits_room.py engine/test_waiting.py "
@@ -126,7 +130,7 @@ def _changes(node: ast.AST) -> Iterator[ast.AST]:
 
 def _pairs(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
     """Each node below `node` that can change, and what it becomes."""
-    if isinstance(node, ast.Assert | ast.JoinedStr):
+    if isinstance(node, ast.Assert | ast.JoinedStr) or getattr(node, "arg", None) == "strict":
         return
     if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
         return

@@ -175,6 +175,10 @@ def _stalled(engine: Engine) -> None:
     engine.loop.scheduler.decoding = engine.loop.scheduler.decoding[1:]
 
 
+def _misnamed(engine: Engine) -> None:
+    next(iter(engine.loop.scheduler.running.values())).block_keys.append(b"")
+
+
 def _miscounted(engine: Engine) -> None:
     engine.loop.scheduler.queue.known_tokens += 1
 
@@ -189,6 +193,7 @@ def _miscounted(engine: Engine) -> None:
         (_forgotten, r"open are the requests|which no sequence has"),
         (_skipped, r"a row starts at \d+, \d+ are computed"),
         (_miscounted, r"the queue counts \(0, 1\) tokens, and those that wait have \(0, 0\)"),
+        (_misnamed, r"request \d+ has keys of other tokens than its own"),
         (_stalled, r"slots \[.*\] are decoded, and \[.*\] should be"),
     ],
 )

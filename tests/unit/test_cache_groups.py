@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from flashinfer_backend.cache.device import StateFormat
 from flashinfer_backend.cache.groups import CacheGroup, cache_groups, share_memory
 from flashinfer_backend.cache.pool import BlockPool
+from flashinfer_backend.core.request import Request
+from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
 
 FULL, WINDOW = cache_groups([8, None, 8, 8], 4, 100)
 
@@ -55,6 +59,17 @@ def test_a_prefix_is_as_long_as_its_last_blocks_are_known() -> None:
     for block, key in zip(pool.allocate(5) or [], [keys[i] for i in (0, 1, 3, 4, 5)], strict=True):
         pool.register(block, key)
     assert [pool.serves(keys, most) for most in range(7)] == [0, 1, 2, 2, 2, 5, 6]
+
+
+def test_what_a_chunk_was_promised_no_other_one_of_its_step_gets() -> None:
+    manager = KVCacheManager([BlockPool(11, tail=1)], 4, reuse=False)
+    prompt, params = np.zeros(40, np.int32), SamplingParams(max_tokens=8)
+    first, second = (Request(handle, prompt, params, max_new=8) for handle in (1, 2))
+    for slot, request in enumerate((first, second)):
+        manager.take(request, [], slot)
+    assert manager.fit_chunk(first, 0, 16) == 16
+    assert manager.fit_chunk(second, 0, 40) == 6 * 4
+    assert len(manager.open_windows(second, 6 * 4, 1) + manager.open_windows(first, 16, 0)) == 10
 
 
 def test_copied_rows_are_the_same_however_many(monkeypatch: pytest.MonkeyPatch) -> None:

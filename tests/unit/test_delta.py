@@ -248,6 +248,7 @@ def test_a_negative_id_is_refused():
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_ids_behind_the_vocabulary_write_nothing(kind):
     decoder, tokenizer = DECODERS[kind, True], KINDS[kind]()
+    assert (decoder._pieces is None) == (kind == "byte_level_replace"), "the usual ones are read from a table"
     beyond, ids = vocabulary_size(tokenizer), tokenizer.encode("the fox", add_special_tokens=False).ids
     assert decoder.decode([ids[0], beyond, *ids[1:]]) == tokenizer.decode(ids)
     assert decoder.delta([ids[0], beyond], ids[1:], True) == decoder.delta(ids[:1], ids[1:], True)

@@ -72,6 +72,7 @@ HONOURED: list[tuple[Any, list[Any], list[Any]]] = [
     ({"items": NUMBERS, "maxItems": 2}, [[], [1, 2]], [["a"], [1, 2, 3]]),
     ({"type": "array", "minItems": 1, "maxItems": 2}, [["a"], [1, None]], [[], [1, 2, 3]]),
     ({"type": "array", "items": NUMBERS, "uniqueItems": False}, [[1, 1]], [["a"]]),
+    ({"items": {"uniqueItems": True, "maxItems": 0}, "uniqueItems": True, "maxItems": 1}, [[[]]], [[[1]]]),
     ({"type": "array", "prefixItems": [NUMBERS, True], "items": False}, [[1, "a"]], [["a", 1], [1, 2, 3]]),
     ({"type": "array", "prefixItems": [NUMBERS], "unevaluatedItems": X}, [[1, "x"]], [[1, 2]]),
     ({"type": "array", "minContains": 2, "items": NUMBERS}, [[], [1]], [["a"]]),

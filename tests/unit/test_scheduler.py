@@ -430,6 +430,17 @@ def test_a_plan_that_contradicts_the_scheduler_is_found(changes: Any, sentence: 
         checker.check_plan(dataclasses.replace(plan, **changes(plan)))
 
 
+def test_a_sequence_that_has_all_its_tokens_and_goes_on_is_found():
+    result = scheduler()
+    result.submit(of_length(40, 1, max_new=1))
+    checker, plan = InvariantChecker(result), result.schedule(in_flight=False)
+    assert plan is not None
+    checker.check_plan(plan)
+    accept(result.table, plan, np.array([5], np.int32))
+    with pytest.raises(BrokenInvariantError, match="request 1 has 1 of 1 tokens, and was not ended"):
+        checker.check(0)
+
+
 def test_what_a_sequence_that_has_ended_should_have_written_in_a_step_that_was_not_launched_is_forgotten():
     """Its last token was read after the step was planned, and with it the block was full."""
     result = scheduler(15, reuse=True)

@@ -23,6 +23,7 @@ from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, R
 from flashinfer_backend.openai.strict import CALLS_OR_JSON, calls_guide
 from flashinfer_backend.structured.compiler import GrammarCompiler, TokenTexts
 from flashinfer_backend.structured.grammar import Grammar, GrammarError
+from flashinfer_backend.structured.preparation import GrammarPreparation
 from flashinfer_backend.text.tokenizer import TextTokenizer
 
 MARKS = ["<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|channel|>", "<|message|>", "<|start|>"]
@@ -360,8 +361,9 @@ def test_calls_or_json_of_a_schema(guide_of: Any, tokenizer: TextTokenizer, name
 def test_no_request_waits_for_a_vocabulary(
     folder: Path, tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiler = GrammarCompiler(str(folder), tokenizer.vocab_size)
-    compiler.load_all()
+    preparation = GrammarPreparation(str(folder), tokenizer.vocab_size, enabled=True)
+    preparation._threads.shutdown()
+    compiler = preparation._compiler
     monkeypatch.delattr(TokenTexts, "tokenizer")
     for name in CALLS:
         compiler.compile(*written(FUNCTIONS, name, "none", False), 0)
