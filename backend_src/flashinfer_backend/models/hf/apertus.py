@@ -4,7 +4,7 @@ without a gate, whose activation has numbers of each layer (xIELU: https://arxiv
 
 from __future__ import annotations
 
-from flashinfer_backend.models.hf.config import ORIGINAL, Config
+from flashinfer_backend.models.hf.config import ORIGINAL, Config, normed
 from flashinfer_backend.models.spec import ModelSpec
 
 THETA = 12e6
@@ -23,7 +23,6 @@ def apertus(config: Config) -> ModelSpec:
     config.refuse_unsupported(hidden_act="xielu")
     if config.raw.get("rope_scaling") is None and config.raw.get("rope_parameters") is None:
         config = config.changed(rope_parameters=LLAMA3)
-    bias = config.flag("attention_bias")
-    attention = config.attention(theta=THETA, bias=bias, o_bias=bias, qk_norm="head")
+    attention = normed(config.attention(theta=THETA, bias=config.flag("attention_bias")), "head")
     mlp = config.gated("xielu", gate=False)
     return config.model([(attention, mlp)] * config.num_layers, NORMS)

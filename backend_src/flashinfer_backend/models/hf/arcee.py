@@ -10,7 +10,6 @@ from flashinfer_backend.models.spec import ModelSpec
 
 def arcee(config: Config) -> ModelSpec:
     config.refuse_unsupported(mlp_bias=ANY, hidden_act="relu2")
-    bias = config.flag("attention_bias")
-    attention = config.attention(bias=bias, o_bias=bias)
+    attention = config.attention(bias=config.flag("attention_bias"))
     mlp = config.gated("relu2", bias=config.flag("mlp_bias"), gate=False)
     return config.model([(attention, mlp)] * config.num_layers)

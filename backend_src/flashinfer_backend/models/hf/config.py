@@ -252,24 +252,16 @@ class Config:
         kv_heads: int | None = None,
         head_dim: int | None = None,
         theta: float = ROPE_THETA,
-        bias: bool = False,
-        o_bias: bool = False,
-        qk_norm: Literal["", "head", "all", "rotated"] = "",
-        norm_names: tuple[str, str] = ("q_norm", "k_norm"),
-        norm_offset: float = 0.0,
-        fused: str = "",
-        neighbours: bool = False,
         partial: float | None = None,
         rope: dict[str, Any] | None = None,
-        gated: bool = False,
+        bias: bool = False,
+        o_bias: bool | None = None,
     ) -> FullAttention:
-        """Attention of a layer without a window. kv_heads (default: as many as heads), head_dim (default:
-        hidden_size over heads), theta and partial, the part of a head that is rotated, are what transformers
-        takes where the keys are missing.
-
-        fused: the module that has queries, keys and values in one matrix. neighbours: a head's pairs that are
-        rotated are neighbours, not of its halves. rope: its keys (default: those of config.json). gated:
-        q_proj has behind each head's query its gate.
+        """Llama's attention of a layer, without a window; `normed`, `interleaved`, `fused` and
+        FullAttention's own fields make other ones of it. kv_heads (default: as many as heads), head_dim
+        (default: hidden_size over heads), theta and partial, the part of a head that is rotated, are what
+        transformers takes where the keys are missing. rope: the rotary embedding's keys (default: those of
+        config.json). bias: of queries, keys and values. o_bias: of their result's product (default: as bias).
         """
         hidden, heads = self.hidden_size, self.count("num_attention_heads")
         if kv_heads is None or "num_key_value_heads" in self.raw:
@@ -282,33 +274,14 @@ class Config:
             )
         if head_dim % 2:
             raise UnsupportedModelError(f"head_dim {head_dim} is odd; rotary embedding pairs its halves")
-        rows = heads * head_dim, kv_heads * head_dim, kv_heads * head_dim
-        names = ["self_attn." + (fused or name) for name in ("q_proj", "k_proj", "v_proj")]
-        found = self.rope(head_dim, theta, partial) if rope is None else self.rope_of(rope, head_dim, theta)
-        order = _pair_order(head_dim, found.dim) if neighbours else ()
-        qkv = (
-            parts(names, rows, hidden)
-            if fused
-            else [whole(name, count, hidden) for name, count in zip(names, rows, strict=True)]
-        )
-        qkv[:2] = [source._replace(order=order) for source in qkv[:2]]
-        if gated:
-            queries, gates = taking_turns(names[0], heads, (head_dim, head_dim), hidden)
-            qkv = [*gates, *queries, *qkv[1:]]
+        counts = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
+        qkv = tuple(whole(f"self_attn.{name}", n * head_dim, hidden) for name, n in counts.items())
         o = whole("self_attn.o_proj", hidden, heads * head_dim)
-        norms: tuple[Norm, ...] = ()
-        if qk_norm:
-            sizes = rows[:2] if qk_norm == "all" else (head_dim, head_dim)
-            grain = head_dim if qk_norm == "all" else 0
-            modules = zip(("q_norm", "k_norm"), norm_names, sizes, strict=True)
-            norms = tuple(
-                Norm(name, f"self_attn.{module}", size, grain, offset=norm_offset)
-                for name, module, size in modules
-            )
         return FullAttention(
-            heads, kv_heads, head_dim, found,
-            Product("qkv", tuple(qkv), "rows", "qkv", grain=head_dim, bias=bias),
-            Product("o", (o,), "columns", "o", bias=o_bias), qk_norm, norms, gated=gated,
+            heads, kv_heads, head_dim,
+            self.rope(head_dim, theta, partial) if rope is None else self.rope_of(rope, head_dim, theta),
+            Product("qkv", qkv, "rows", "qkv", grain=head_dim, bias=bias),
+            Product("o", (o,), "columns", "o", bias=bias if o_bias is None else o_bias),
         )  # fmt: skip
 
     def delta_net(self, fused: bool) -> DeltaNet:
@@ -347,22 +320,15 @@ class Config:
         self,
         activation: Activation = "silu",
         bias: bool = False,
-        fused: str = "",
         gate: bool = True,
         size_key: str = "intermediate_size",
         block: str = "mlp",
     ) -> Gated:
-        """An MLP as Llama's. fused: the module that has gate and up projection in one matrix. gate: whether
-        it has one. block: the module that has it."""
-        names = fused or "gate_proj", fused or "up_proj", "down_proj"
-        mlp = self._gated(size_key, [block], names)
-        gate_up, (_, up) = mlp.gate_up, mlp.gate_up.sources
-        if fused:
-            both = parts([f"{block}.{fused}"] * 2, (mlp.size, mlp.size), self.hidden_size)
-            gate_up = replace(gate_up, sources=tuple(both))
+        """An MLP as Llama's. gate: whether it has one. block: the module that has it."""
+        mlp = self._gated(size_key, [block], ("gate_proj", "up_proj", "down_proj"))
+        gate_up, down = replace(mlp.gate_up, bias=bias), replace(mlp.down, bias=bias)
         if not gate:
-            gate_up = replace(gate_up, sources=(up,), role="qkv")
-        gate_up, down = replace(gate_up, bias=bias), replace(mlp.down, bias=bias)
+            gate_up = replace(gate_up, sources=gate_up.sources[1:], role="qkv")
         return replace(mlp, gate_up=gate_up, down=down, activation=activation)
 
     def experts(
@@ -691,10 +657,37 @@ def _factors(found: dict[str, Any], key: str, count: int) -> tuple[float, ...]:
     return tuple(float(value) for value in values)
 
 
-def _pair_order(head_dim: int, rotated: int) -> tuple[int, ...]:
-    """Where a head's rows are taken from, so that pairs of neighbours have one value in either half of those
-    that are rotated."""
-    return (*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, head_dim))
+def normed(
+    attention: FullAttention,
+    what: Literal["head", "all", "rotated"],
+    modules: tuple[str, str] = ("q_norm", "k_norm"),
+    offset: float = 0.0,
+) -> FullAttention:
+    """The same with norms of queries and keys, by FullAttention.qk_norm. offset: as Norm's."""
+    head_dim, grain = attention.head_dim, attention.head_dim if what == "all" else 0
+    sizes = [source.rows if grain else head_dim for source in attention.qkv.sources]
+    norms = [
+        Norm(name, f"self_attn.{module}", size, grain, offset=offset)
+        for name, module, size in zip(("q_norm", "k_norm"), modules, sizes, strict=False)
+    ]
+    return replace(attention, qk_norm=what, norms=tuple(norms))
+
+
+def interleaved(attention: FullAttention) -> FullAttention:
+    """The same where the pairs of a head that are rotated are neighbours in the checkpoint, not of its
+    halves: rows are stored in an order that has one of each pair in either half."""
+    assert attention.rope is not None
+    head_dim, rotated = attention.head_dim, attention.rope.dim
+    order = (*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, head_dim))
+    queries, keys, values = attention.qkv.sources
+    sources = queries._replace(order=order), keys._replace(order=order), values
+    return replace(attention, qkv=replace(attention.qkv, sources=sources))
+
+
+def fused(product: Product, module: str) -> Product:
+    """The same where one module has the rows of all sources."""
+    rows = [source.rows for source in product.sources]
+    return replace(product, sources=tuple(parts([module] * len(rows), rows, product.shape[1])))
 
 
 def parts(modules: Sequence[str], rows: Sequence[int], columns: int) -> list[Source]:

@@ -14,7 +14,7 @@ from flashinfer_backend.core.checkpoint_json import Kind, check_kinds
 from flashinfer_backend.core.tuned import Role
 from flashinfer_backend.core.values import shown
 from flashinfer_backend.models.errors import UnsupportedModelError
-from flashinfer_backend.models.hf.config import Config, whole
+from flashinfer_backend.models.hf.config import Config, normed, whole
 from flashinfer_backend.models.spec import FullAttention, ModelSpec, Norm, Product
 
 KINDS: dict[str, Kind] = {
@@ -233,7 +233,7 @@ def _attention(config: Config) -> FullAttention:
     if kind == "llama":
         return config.attention()
     if kind == "qwen3":
-        return config.attention(kv_heads=32, head_dim=128, qk_norm="head")
+        return normed(config.attention(kv_heads=32, head_dim=128), "head")
     raise UnsupportedModelError(
         f"a drafter with layers of model_type {shown(kind)} is not supported; supported: llama, qwen3"
     )

@@ -4,12 +4,12 @@ whose rotary embedding pairs neighbours."""
 
 from __future__ import annotations
 
-from flashinfer_backend.models.hf.config import Config
+from flashinfer_backend.models.hf.config import Config, interleaved
 from flashinfer_backend.models.spec import ModelSpec
 
 
 def ernie4_5(config: Config) -> ModelSpec:
     config.refuse_unsupported(attention_bias=False)
     bias = config.flag("use_bias")
-    attention = config.attention(kv_heads=2, head_dim=128, theta=5e5, bias=bias, o_bias=bias, neighbours=True)
+    attention = interleaved(config.attention(kv_heads=2, head_dim=128, theta=5e5, bias=bias))
     return config.model([(attention, config.gated(bias=bias))] * config.num_layers, tied=True)

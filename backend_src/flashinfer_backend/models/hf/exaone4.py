@@ -8,13 +8,13 @@ from dataclasses import replace
 
 from flashinfer_backend.core.values import shown
 from flashinfer_backend.models.errors import UnsupportedModelError
-from flashinfer_backend.models.hf.config import OUTER_NORMS, Config
+from flashinfer_backend.models.hf.config import OUTER_NORMS, Config, normed
 from flashinfer_backend.models.spec import ModelSpec
 
 
 def exaone4(config: Config) -> ModelSpec:
     config.refuse_unsupported(attention_bias=False)
-    attention, mlp = config.attention(kv_heads=32, qk_norm="head"), config.gated()
+    attention, mlp = normed(config.attention(kv_heads=32), "head"), config.gated()
     window = config.window()
     if window is None:
         windows: list[int | None] = [None] * config.num_layers

@@ -17,7 +17,7 @@ def gemma2(config: Config) -> ModelSpec:
     )
     bias, mlp, window = config.flag("attention_bias"), config.gated("gelu_tanh"), config.window()
     attention = replace(
-        config.attention(kv_heads=4, head_dim=256, bias=bias, o_bias=bias),
+        config.attention(kv_heads=4, head_dim=256, bias=bias),
         scale=(config.number("query_pre_attn_scalar") or 256) ** -0.5,
         soft_cap=config.capped("attn_logit_softcapping", 50.0),
     )

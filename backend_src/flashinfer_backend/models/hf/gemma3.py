@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashinfer_backend.models.hf.config import ANY, Config
+from flashinfer_backend.models.hf.config import ANY, Config, normed
 from flashinfer_backend.models.spec import ModelSpec
 
 NORMS = {
@@ -30,15 +30,10 @@ def gemma3_text(config: Config) -> ModelSpec:
     windows = config.windows(config.window(), every=config.count_or("sliding_window_pattern", 6))
     ropes = config.ropes_by_kind()
     kinds = {
-        name: config.attention(
-            kv_heads=4,
-            head_dim=256,
-            theta=theta,
-            bias=bias,
-            o_bias=bias,
-            qk_norm="head",
-            norm_offset=1.0,
-            rope=ropes[name],
+        name: normed(
+            config.attention(kv_heads=4, head_dim=256, theta=theta, rope=ropes[name], bias=bias),
+            "head",
+            offset=1.0,
         )
         for name, theta in {"sliding_attention": 1e4, "full_attention": 1e6}.items()
     }

@@ -4,7 +4,9 @@ embedding of neighbours in half of each head, and one matrix of the gate and the
 
 from __future__ import annotations
 
-from flashinfer_backend.models.hf.config import ANY, Config
+from dataclasses import replace
+
+from flashinfer_backend.models.hf.config import ANY, Config, fused, interleaved
 from flashinfer_backend.models.spec import ModelSpec
 
 NORMS = {
@@ -17,8 +19,7 @@ NORMS = {
 
 def glm4(config: Config) -> ModelSpec:
     config.refuse_unsupported(partial_rotary_factor=ANY)
-    attention = config.attention(
-        kv_heads=2, head_dim=128, bias=config.flag("attention_bias", True), neighbours=True, partial=0.5
-    )
-    mlp = config.gated(fused="gate_up_proj")
-    return config.model([(attention, mlp)] * config.num_layers, norms=NORMS)
+    bias, mlp = config.flag("attention_bias", True), config.gated()
+    attention = config.attention(kv_heads=2, head_dim=128, partial=0.5, bias=bias, o_bias=False)
+    layer = interleaved(attention), replace(mlp, gate_up=fused(mlp.gate_up, "mlp.gate_up_proj"))
+    return config.model([layer] * config.num_layers, norms=NORMS)

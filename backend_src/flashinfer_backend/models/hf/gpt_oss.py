@@ -27,7 +27,7 @@ def gpt_oss(config: Config) -> ModelSpec:
         config = config.changed(rope_scaling=YARN)
     bias = config.flag("attention_bias", True)
     windows = config.windows(config.window(otherwise=128), every=2)
-    attention = config.attention(kv_heads=8, head_dim=64, theta=150000.0, bias=bias, o_bias=bias)
+    attention = config.attention(kv_heads=8, head_dim=64, theta=150000.0, bias=bias)
     attention, mlp = replace(attention, sinks=True), _experts(config)
     return config.model([(replace(attention, window=own), mlp) for own in windows])
 

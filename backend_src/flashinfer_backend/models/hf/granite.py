@@ -17,7 +17,7 @@ def granite(config: Config) -> ModelSpec:
         return config.number(key) or 1.0
 
     bias = config.flag("attention_bias")
-    attention = replace(config.attention(bias=bias, o_bias=bias), scale=multiplier("attention_multiplier"))
+    attention = replace(config.attention(bias=bias), scale=multiplier("attention_multiplier"))
     model = config.model(
         [(attention, config.gated(bias=config.flag("mlp_bias")))] * config.num_layers,
         final_scale=1 / multiplier("logits_scaling"),

@@ -4,7 +4,7 @@ queries and keys behind the rotary embedding."""
 
 from __future__ import annotations
 
-from flashinfer_backend.models.hf.config import Config
+from flashinfer_backend.models.hf.config import Config, normed
 from flashinfer_backend.models.spec import ModelSpec
 
 
@@ -12,7 +12,5 @@ def hunyuan_v1_dense(config: Config) -> ModelSpec:
     """With an `alpha`, its rope type "dynamic" is NTK's: a theta that does not depend on the length."""
     config.refuse_unsupported()
     bias = config.flag("attention_bias")
-    attention = config.attention(
-        bias=bias, o_bias=bias, qk_norm="rotated", norm_names=("query_layernorm", "key_layernorm")
-    )
+    attention = normed(config.attention(bias=bias), "rotated", ("query_layernorm", "key_layernorm"))
     return config.model([(attention, config.gated())] * config.num_layers)

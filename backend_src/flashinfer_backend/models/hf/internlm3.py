@@ -13,7 +13,7 @@ def internlm3(config: Config) -> ModelSpec:
     config.refuse_unsupported(mlp_bias=ANY)
     bias = {name: config.flag(other, config.flag(name)) for name, other in OTHER_NAMES.items()}
     qkv, mlp = bias["attention_bias"], bias["mlp_bias"]
-    attention = config.attention(head_dim=128, bias=qkv, o_bias=qkv)
+    attention = config.attention(head_dim=128, bias=qkv)
     return config.model([(attention, config.gated(bias=mlp))] * config.num_layers)
 
 

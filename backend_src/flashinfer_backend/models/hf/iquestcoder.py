@@ -11,5 +11,5 @@ from flashinfer_backend.models.spec import ModelSpec
 def iquestcoder(config: Config) -> ModelSpec:
     config.refuse_unsupported(mlp_bias=ANY, clip_qkv=None, use_sliding_window=False)
     bias, mlp = config.flag("attention_bias"), config.gated(bias=config.flag("mlp_bias"))
-    attention = config.attention(kv_heads=8, head_dim=128, bias=bias, o_bias=bias)
+    attention = config.attention(kv_heads=8, head_dim=128, bias=bias)
     return config.model([(attention, mlp)] * config.num_layers)

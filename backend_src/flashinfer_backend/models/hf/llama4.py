@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from flashinfer_backend.core.values import shown
 from flashinfer_backend.models.errors import UnsupportedModelError
-from flashinfer_backend.models.hf.config import ANY, Config
+from flashinfer_backend.models.hf.config import ANY, Config, interleaved
 from flashinfer_backend.models.hf.qwen3_moe import NAMES
 from flashinfer_backend.models.spec import FullAttention, Gated, ModelSpec, Norm
 
@@ -23,7 +23,7 @@ def llama4_text(config: Config) -> ModelSpec:
 
 def _attentions(config: Config) -> list[FullAttention]:
     bias, rotated = config.flag("attention_bias"), config.rotated_layers()
-    given = config.attention(kv_heads=8, head_dim=128, theta=5e5, bias=bias, o_bias=bias, neighbours=True)
+    given = interleaved(config.attention(kv_heads=8, head_dim=128, theta=5e5, bias=bias))
     rope = given
     if config.flag("use_qk_norm", True):
         norms = tuple(Norm(name, "", given.head_dim) for name in ("q_norm", "k_norm"))

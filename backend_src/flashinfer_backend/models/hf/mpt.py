@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from flashinfer_backend.models.errors import UnsupportedModelError
-from flashinfer_backend.models.hf.config import Config
+from flashinfer_backend.models.hf.config import Config, fused
 from flashinfer_backend.models.spec import ModelSpec, Product
 
 STEEPEST = 8  # minus the exponent of 2 in the last slope
@@ -20,7 +20,6 @@ NAMES = {
     "max_position_embeddings": "max_seq_len",
 }
 MODULES = {
-    "self_attn.Wqkv": "attn.Wqkv",
     "self_attn.o_proj": "attn.out_proj",
     "mlp.up_proj": "ffn.up_proj",
     "mlp.down_proj": "ffn.down_proj",
@@ -61,9 +60,15 @@ def mpt(config: Config) -> ModelSpec:
         head_dim=hidden // heads,
         softmax_scale=given.get("softmax_scale"),
     )
-    attention = config.attention(fused="Wqkv").map(_named)
+    attention = config.attention()
     attention = replace(
-        attention, rope=None, scale=config.number("softmax_scale"), variant="alibi", by_head=slopes(heads)
+        attention,
+        rope=None,
+        qkv=fused(attention.qkv, "attn.Wqkv"),
+        o=_named(attention.o),
+        scale=config.number("softmax_scale"),
+        variant="alibi",
+        by_head=slopes(heads),
     )
     mlp = config.gated("gelu", gate=False).map(_named)
     norms = {"input_norm": "norm_1", "post_norm": "norm_2"}

@@ -4,12 +4,11 @@ of all heads' queries and keys."""
 
 from __future__ import annotations
 
-from flashinfer_backend.models.hf.config import OUTER_NORMS, Config
+from flashinfer_backend.models.hf.config import OUTER_NORMS, Config, normed
 from flashinfer_backend.models.spec import ModelSpec
 
 
 def olmo2(config: Config) -> ModelSpec:
     config.refuse_unsupported()
-    bias = config.flag("attention_bias")
-    attention = config.attention(bias=bias, o_bias=bias, qk_norm="all")
+    attention = normed(config.attention(bias=config.flag("attention_bias")), "all")
     return config.model([(attention, config.gated())] * config.num_layers, norms=OUTER_NORMS)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashinfer_backend.models.hf.config import OUTER_NORMS, Config
+from flashinfer_backend.models.hf.config import OUTER_NORMS, Config, normed
 from flashinfer_backend.models.spec import ModelSpec
 
 KINDS = {True: "sliding_attention", False: "full_attention"}
@@ -18,7 +18,7 @@ def olmo3(config: Config) -> ModelSpec:
     windows = config.windows(config.window(), every=4)
     ropes = config.ropes_by_kind()
     kinds = {
-        name: config.attention(theta=5e5, bias=bias, o_bias=bias, qk_norm="all", rope=ropes[name])
+        name: normed(config.attention(theta=5e5, bias=bias, rope=ropes[name]), "all")
         for name in KINDS.values()
     }
     layers = [(replace(kinds[KINDS[own is not None]], window=own), mlp) for own in windows]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashinfer_backend.models.hf.config import ANY, Config
+from flashinfer_backend.models.hf.config import ANY, Config, fused
 from flashinfer_backend.models.spec import ModelSpec
 
 
@@ -16,6 +16,8 @@ def phi3(config: Config) -> ModelSpec:
     keys = config.rope_keys()
     if keys.get("rope_type", keys.get("type")) in ("su", "yarn"):
         config = config.changed(rope_scaling=keys | {"rope_type": "longrope"})
-    attention = config.attention(fused="qkv_proj", partial=1.0)
-    layer = replace(attention, window=config.window(otherwise=None)), config.gated(fused="gate_up_proj")
-    return config.model([layer] * config.num_layers)
+    attention, mlp = config.attention(partial=1.0), config.gated()
+    qkv = fused(attention.qkv, "self_attn.qkv_proj")
+    attention = replace(attention, qkv=qkv, window=config.window(otherwise=None))
+    mlp = replace(mlp, gate_up=fused(mlp.gate_up, "mlp.gate_up_proj"))
+    return config.model([(attention, mlp)] * config.num_layers)

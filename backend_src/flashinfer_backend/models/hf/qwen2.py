@@ -14,7 +14,7 @@ FULL_LAYERS = 28  # the first ones, where config.json does not say how many
 
 def qwen2(config: Config) -> ModelSpec:
     config.refuse_unsupported()
-    attention, mlp = config.attention(kv_heads=32, bias=True), config.gated()
+    attention, mlp = config.attention(kv_heads=32, bias=True, o_bias=False), config.gated()
     return config.model([(replace(attention, window=window), mlp) for window in windows_of(config)])
 
 

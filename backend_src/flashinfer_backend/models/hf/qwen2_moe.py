@@ -18,7 +18,7 @@ def qwen2_moe(config: Config) -> ModelSpec:
     experts = config.experts("moe_intermediate_size", "mlp", NAMES, config.flag("norm_topk_prob"))
     shared, gate = config.shared_expert("shared_expert_intermediate_size", "mlp")
     mlps = config.with_dense_layers(replace(experts, shared=shared, shared_gate=gate))
-    attention = config.attention(kv_heads=16, bias=config.flag("qkv_bias", True))
+    attention = config.attention(kv_heads=16, bias=config.flag("qkv_bias", True), o_bias=False)
     window, before = config.used_window(), config.raw.get("max_window_layers", FULL_LAYERS)
     windows = (
         config.windows(window)

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashinfer_backend.models.hf.config import Config
+from flashinfer_backend.models.hf.config import Config, normed
 from flashinfer_backend.models.hf.qwen2 import windows_of
 from flashinfer_backend.models.spec import ModelSpec
 
 
 def qwen3(config: Config) -> ModelSpec:
     config.refuse_unsupported(attention_bias=False)
-    attention, mlp = config.attention(kv_heads=32, head_dim=128, qk_norm="head"), config.gated()
+    attention, mlp = normed(config.attention(kv_heads=32, head_dim=128), "head"), config.gated()
     return config.model([(replace(attention, window=window), mlp) for window in windows_of(config)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashinfer_backend.models.hf.config import Config
+from flashinfer_backend.models.hf.config import Config, normed
 from flashinfer_backend.models.spec import ModelSpec
 
 NAMES = "gate_proj", "up_proj", "down_proj"
@@ -21,5 +21,5 @@ def qwen3_moe(config: Config) -> ModelSpec:
         config.flag("norm_topk_prob"),
         stack="transposed" if config.aliases else "",  # Qwen3-VL's
     )
-    attention = replace(config.attention(kv_heads=4, qk_norm="head"), window=config.used_window())
+    attention = replace(normed(config.attention(kv_heads=4), "head"), window=config.used_window())
     return config.model([(attention, mlp) for mlp in config.with_dense_layers(experts)])

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flashinfer_backend.core.values import shown
-from flashinfer_backend.models.hf.config import ANY, Config
+from flashinfer_backend.models.hf.config import ANY, Config, normed, taking_turns
 from flashinfer_backend.models.hf.qwen3_moe import NAMES
-from flashinfer_backend.models.spec import Experts, Gated, ModelSpec
+from flashinfer_backend.models.spec import Experts, FullAttention, Gated, ModelSpec
 
 DRAFTER = "mtp."  # beginning of the names of a head that guesses further tokens
 
@@ -39,9 +39,8 @@ def hybrid(config: Config, mlps: list[Gated], kv_heads: int, fused: bool) -> Mod
             f"layer_types is {shown(types)}; it should name num_hidden_layers, {count}, layers, and one of"
             " them at least full_attention"
         )
-    attention = config.attention(
-        kv_heads=kv_heads, head_dim=256, qk_norm="head", norm_offset=1.0, partial=0.25, gated=True
-    )
+    attention = config.attention(kv_heads=kv_heads, head_dim=256, partial=0.25)
+    attention = _gated(normed(attention, "head", offset=1.0), config.hidden_size)
     delta_net = config.delta_net(fused)
     mixers = [attention if each == "full_attention" else delta_net for each in types]
     model = config.model(zip(mixers, mlps, strict=True), norm_offset=1.0)
@@ -49,3 +48,12 @@ def hybrid(config: Config, mlps: list[Gated], kv_heads: int, fused: bool) -> Mod
     if config.raw.get("mtp_num_hidden_layers") in (None, 1):
         (mtp,) = config.model([(attention, mlps[-1])], norm_offset=1.0, place=f"{DRAFTER}layers").layers
     return replace(model, ignored=(*model.ignored, DRAFTER), mtp=mtp)
+
+
+def _gated(attention: FullAttention, hidden: int) -> FullAttention:
+    """The same where q_proj has behind each head's query its gate."""
+    (module, *_), keys, values = attention.qkv.sources
+    rows = attention.head_dim, attention.head_dim
+    queries, gates = taking_turns(module, attention.heads, rows, hidden)
+    qkv = replace(attention.qkv, sources=(*gates, *queries, keys, values))
+    return replace(attention, qkv=qkv, gated=True)

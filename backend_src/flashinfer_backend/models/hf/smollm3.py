@@ -12,7 +12,7 @@ from flashinfer_backend.models.spec import ModelSpec
 def smollm3(config: Config) -> ModelSpec:
     config.refuse_unsupported(mlp_bias=ANY)
     bias = config.flag("attention_bias")
-    attention = config.attention(kv_heads=4, theta=2e6, bias=bias, o_bias=bias)
+    attention = config.attention(kv_heads=4, theta=2e6, bias=bias)
     rotated = config.rotated_layers()
     window = config.window(otherwise=None) if config.flag("use_sliding_window") else None
     windows = (
