@@ -16,20 +16,12 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from flashinfer_backend.transport import rundir
 
 LOOK_AGAIN_S = 1.0  # how often a process looks which others there are, and whether its own file is there
-
-
-class _Other(NamedTuple):
-    """The file of another process."""
-
-    inode: int
-    load: np.ndarray
 
 
 class LoadTable:
@@ -45,7 +37,7 @@ class LoadTable:
         self._own = np.zeros((engines, 2), np.int64)
         self._inode = 0  # of the file that _own is; 0: of none yet
         self._closed = self._complained = False
-        self._others: dict[str, _Other] = {}  # by the file's name
+        self._others: rundir.SharedArrays = {}
         self._look_at = 0.0
 
     def tell(self, engine: int, sequences: int, prompt_tokens: int) -> None:
@@ -59,10 +51,11 @@ class LoadTable:
             self._look_at = time.monotonic() + LOOK_AGAIN_S
             self._keep_own()
             self._look()
-        total = np.zeros_like(self._own)
-        for other in self._others.values():
-            total[: len(other.load)] += other.load
-        return total
+        total = np.zeros(self._own.size, np.int64)
+        for load in self._others.values():  # of a process that may know of more engines, or fewer
+            size = min(len(load) // 2 * 2, len(total))  # whole pairs alone
+            total[:size] += load[:size]
+        return total.reshape(self._own.shape)
 
     def close(self) -> None:
         """Removes the file; it is not made again."""
@@ -88,22 +81,15 @@ class LoadTable:
             self._own, self._inode, self._complained = own, _inode(self._file), False
 
     def _look(self) -> None:
-        found: dict[str, _Other] = {}
+        living = []
         for path in self._run_dir.glob("load-*-*"):
-            if path == self._file:
-                continue
-            # Neither made nor enlarged here: it may just have been removed, or there is no room for it.
             with contextlib.suppress(OSError, ValueError):
                 _, started, pid = path.name.split("-")
                 if rundir.start_ticks(int(pid)) != int(started):
                     path.unlink()  # its process has ended, and no other one can have this name
-                    continue
-                known, inode = self._others.get(path.name), path.stat().st_ino
-                if known is None or known.inode != inode:
-                    load = np.asarray(np.memmap(path, np.int64, "r")).reshape(-1, 2)
-                    known = _Other(inode, load[: len(self._own)])  # it may know of more engines, or fewer
-                found[path.name] = known
-        self._others = found
+                elif path != self._file:
+                    living.append(path)
+        self._others = rundir.arrays_of_others(living, self._others)
 
 
 def _inode(path: Path) -> int:

@@ -168,6 +168,20 @@ def shared_array(path: Path, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
         return np.asarray(np.memmap(file, dtype=dtype, mode="r+", shape=shape))
 
 
+SharedArrays = dict[tuple[str, int], np.ndarray]  # by a file's name and inode: it may be made again
+
+
+def arrays_of_others(paths: Iterable[Path], known: SharedArrays) -> SharedArrays:
+    """int64 [n] for each file that another process shares by `shared_array`; those in `known` are kept. A
+    file that was just removed, or has no room yet, is left out, and neither made nor enlarged."""
+    found: SharedArrays = {}
+    for path in paths:
+        with contextlib.suppress(OSError, ValueError):
+            key = path.name, path.stat().st_ino
+            found[key] = known[key] if key in known else np.asarray(np.memmap(path, np.int64, "r"))
+    return found
+
+
 def start_ticks(pid: int) -> int | None:
     """When a process started, in clock ticks since boot; None when it has ended (a zombie has, unless threads
     of it are left: a driver may free memory in one).

@@ -44,8 +44,8 @@ class FreezeGuard:
         self._file = folder / f"beat-{os.getpid()}"
         self._lock = threading.Lock()  # guards all below
         self._own = self._make()
-        self._others: dict[str, np.ndarray] = {}
-        self._counts: dict[str, int] = {}  # of the others, when this process last looked
+        self._others: rundir.SharedArrays = {}
+        self._counts: dict[tuple[str, int], int] = {}  # of the others, when this process last looked
         self._look_at = 0.0
         self._at, self._cpu = time.monotonic(), time.process_time()
         self._stood_s, self._stood_until = 0.0, -1.0
@@ -100,7 +100,8 @@ class FreezeGuard:
                 if self._at >= self._look_at and not self._closed.is_set():
                     self._look_at = self._at + LOOK_AGAIN_S
                     self._keep_own()
-                    self._find_others()
+                    others = [path for path in self._folder.glob("beat-*") if path != self._file]
+                    self._others = rundir.arrays_of_others(others, self._others)
 
     def _look(self) -> None:
         """Notices that this process stood still since the last look."""
@@ -111,21 +112,11 @@ class FreezeGuard:
                 self._stood_s, self._stood_until = now - self._at, now
         self._note(now, cpu, counts)
 
-    def _read(self) -> dict[str, int]:
+    def _read(self) -> dict[tuple[str, int], int]:
         return {name: int(count[0]) for name, count in self._others.items()}
 
-    def _note(self, now: float, cpu: float, counts: dict[str, int]) -> None:
+    def _note(self, now: float, cpu: float, counts: dict[tuple[str, int], int]) -> None:
         self._at, self._cpu, self._counts = now, cpu, counts
-
-    def _find_others(self) -> None:
-        found = {}
-        for path in self._folder.glob("beat-*"):
-            if path != self._file:
-                with contextlib.suppress(OSError, ValueError):  # just removed, or made and still empty
-                    key = f"{path.name} {path.stat().st_ino}"  # it may have been made again
-                    known = self._others.get(key)
-                    found[key] = np.asarray(np.memmap(path, np.int64, "r")) if known is None else known
-        self._others = found
 
     def _keep_own(self) -> None:
         """Makes the file again where somebody has removed it, as a cleaner of old files does."""
