@@ -16,7 +16,7 @@ from checkpoints import make_multimodal
 from flashinfer_backend.core.config import EngineConfig, resolve_limits
 from flashinfer_backend.models.errors import UnsupportedModelError
 from flashinfer_backend.models.hf import read_spec
-from flashinfer_backend.models.hf.config import ALIASES
+from flashinfer_backend.models.hf.multimodal import ALIASES
 from flashinfer_backend.models.quantization import read_quantization
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import WeightsError, load_weights

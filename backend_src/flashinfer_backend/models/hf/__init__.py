@@ -13,7 +13,7 @@ from flashinfer_backend.models.checkpoint_kind import check_config, check_folder
 from flashinfer_backend.models.errors import UnsupportedModelError
 from flashinfer_backend.models.hf.apertus import apertus
 from flashinfer_backend.models.hf.arcee import arcee
-from flashinfer_backend.models.hf.config import MULTIMODAL, Config
+from flashinfer_backend.models.hf.config import Config
 from flashinfer_backend.models.hf.eagle3 import Eagle3Spec, eagle3
 from flashinfer_backend.models.hf.end_ids import tokenizer_end_ids
 from flashinfer_backend.models.hf.ernie4_5 import ernie4_5
@@ -34,6 +34,7 @@ from flashinfer_backend.models.hf.ministral3 import ministral3
 from flashinfer_backend.models.hf.mistral import mistral
 from flashinfer_backend.models.hf.mixtral import mixtral
 from flashinfer_backend.models.hf.mpt import mpt
+from flashinfer_backend.models.hf.multimodal import MULTIMODAL
 from flashinfer_backend.models.hf.olmo2 import olmo2
 from flashinfer_backend.models.hf.olmo3 import olmo3
 from flashinfer_backend.models.hf.phi3 import phi3

@@ -13,10 +13,10 @@ from flashinfer_backend.core.checkpoint_json import Kind, check_kinds
 from flashinfer_backend.core.shard import Part
 from flashinfer_backend.core.values import INT32_MAX, shown
 from flashinfer_backend.models.errors import UnsupportedModelError
+from flashinfer_backend.models.hf.multimodal import ALIASES, IGNORED, text_part
 from flashinfer_backend.models.quantization import read_quantization
 from flashinfer_backend.models.spec import (
     Activation,
-    DeltaNet,
     Experts,
     FullAttention,
     Gated,
@@ -71,98 +71,6 @@ NOT_HONOURED: dict[str, tuple[tuple[Any, ...], str]] = {
     "per_layer_config": (({},), "all layers have the same sizes and options"),
     "kv_sharing_modes": ((), "every layer has keys and values of its own"),
 }
-# Multimodal checkpoints whose text model is served: its architecture, and what its keys are where they are
-# missing.
-MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
-    "Gemma3ForConditionalGeneration": (
-        "Gemma3ForCausalLM",
-        {
-            "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
-            "num_attention_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
-        },
-    ),
-    "Qwen3_5ForConditionalGeneration": (
-        "Qwen3_5ForCausalLM",
-        {
-            "vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
-            "num_attention_heads": 16, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
-        },
-    ),
-    "Qwen3_5MoeForConditionalGeneration": (
-        "Qwen3_5MoeForCausalLM",
-        {
-            "vocab_size": 248320, "hidden_size": 2048, "moe_intermediate_size": 512,
-            "num_hidden_layers": 40, "num_attention_heads": 16, "max_position_embeddings": 32768,
-            "rms_norm_eps": 1e-6, "num_experts": 256, "num_experts_per_tok": 8,
-            "shared_expert_intermediate_size": 512,
-        },
-    ),
-    "Llama4ForConditionalGeneration": (
-        "Llama4ForCausalLM",
-        {
-            "vocab_size": 202048, "hidden_size": 5120, "intermediate_size": 8192,
-            "intermediate_size_mlp": 16384, "num_hidden_layers": 48, "num_attention_heads": 40,
-            "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "num_local_experts": 16,
-            "num_experts_per_tok": 1,
-        },
-    ),
-    "Qwen2_5_VLForConditionalGeneration": (
-        "Qwen2ForCausalLM",
-        {
-            "vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80,
-            "num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 32768,
-            "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80,
-        },
-    ),
-    "Qwen3VLForConditionalGeneration": (
-        "Qwen3ForCausalLM",
-        {
-            "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
-            "num_attention_heads": 32, "max_position_embeddings": 128000, "rms_norm_eps": 1e-6,
-            "rope_theta": 5e5,
-        },
-    ),
-    "Qwen3VLMoeForConditionalGeneration": (
-        "Qwen3MoeForCausalLM",
-        {
-            "vocab_size": 151936, "hidden_size": 2048, "moe_intermediate_size": 1408, "num_hidden_layers": 24,
-            "num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 128000,
-            "rms_norm_eps": 1e-6, "rope_theta": 5e5, "num_experts_per_tok": 4, "intermediate_size": 5632,
-        },
-    ),
-    "Exaone4_5_ForConditionalGeneration": ("Exaone4ForCausalLM", {}),
-    "Mistral3ForConditionalGeneration": (
-        "MistralForCausalLM",
-        {
-            "vocab_size": 131072, "hidden_size": 5120, "intermediate_size": 32768, "num_hidden_layers": 40,
-            "num_attention_heads": 32, "head_dim": 128, "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5, "rope_theta": 1e9, "sliding_window": None,
-        },
-    ),
-}  # fmt: skip
-MULTIMODAL["Qwen2VLForConditionalGeneration"] = MULTIMODAL["Qwen2_5_VLForConditionalGeneration"]
-# The same where text_config has another model_type than most.
-TEXT_TYPES: dict[Any, tuple[str, dict[str, Any]]] = {"ministral3": ("Ministral3ForCausalLM", {})}
-# Keys of the text model that are these, whatever text_config says: Qwen-VL's has the layers of the Qwen
-# before it.
-FIXED: dict[str, dict[str, Any]] = {
-    "Qwen2VLForConditionalGeneration": {"model_type": None},
-    "Qwen2_5_VLForConditionalGeneration": {"model_type": None},
-    "Qwen3VLForConditionalGeneration": {"model_type": None},
-    "Qwen3VLMoeForConditionalGeneration": {"model_type": None, "norm_topk_prob": True},
-}
-# Those whose text model's keys can be those of the whole, as Qwen published them.
-FLAT = {"Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"}
-# Beginnings of such a checkpoint's tensors: what they are called here, and those that are not read.
-ALIASES = (
-    ("language_model.model.", "model."),
-    ("model.language_model.", "model."),
-    ("language_model.lm_head.", "lm_head."),
-)
-IGNORED = (
-    "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.",
-    "model.visual.", "visual.", "vision_model.", "mtp.",
-)  # fmt: skip
 # Norms of a layer, and the modules that have their weights.
 PRE_NORMS = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
 OUTER_NORMS = {"mixer_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
@@ -182,7 +90,7 @@ class Config:
         hf_quant: dict[str, Any],
         end_ids: Sequence[int] = (),
     ) -> None:
-        raw, part = _text_part(raw)
+        raw, part = text_part(raw)
         check_kinds(raw, KINDS)
         self.raw, self._end_ids = raw, end_ids
         self.aliases = ALIASES if part else ()
@@ -235,10 +143,6 @@ class Config:
             raise ValueError(f"{key} is {shown(value)}; it should be a number greater than 0")
         return float(value)
 
-    def capped(self, key: str, otherwise: float) -> float | None:
-        """A soft cap; null is none."""
-        return self.number(key) if key in self.raw else otherwise
-
     @property
     def num_layers(self) -> int:
         return self.count("num_hidden_layers")
@@ -282,38 +186,6 @@ class Config:
             self.rope(head_dim, theta, partial) if rope is None else self.rope_of(rope, head_dim, theta),
             Product("qkv", qkv, "rows", "qkv", grain=head_dim, bias=bias),
             Product("o", (o,), "columns", "o", bias=bias if o_bias is None else o_bias),
-        )  # fmt: skip
-
-    def delta_net(self, fused: bool) -> DeltaNet:
-        """Linear attention. fused: one matrix has queries, keys, values and gate, another betas and decays;
-        in both, all rows of a key head follow each other."""
-        hidden, kernel = self.hidden_size, self.count_or("linear_conv_kernel_dim", 4)
-        keys, values = (
-            self.count_or(f"linear_num_{name}_heads", n) for name, n in (("key", 16), ("value", 32))
-        )
-        key_dim, value_dim = (self.count_or(f"linear_{name}_head_dim", 128) for name in ("key", "value"))
-        if values % keys:
-            raise UnsupportedModelError(
-                f"linear_num_value_heads {values} is not a multiple of linear_num_key_heads {keys}"
-            )
-        share = values // keys
-        if fused:
-            rows = key_dim, key_dim, share * value_dim, share * value_dim
-            qkvz = taking_turns("linear_attn.in_proj_qkvz", keys, rows, hidden)
-            ba = taking_turns("linear_attn.in_proj_ba", keys, (share, share), hidden)
-            sources = [[source for each in parts for source in each] for parts in (qkvz, ba)]
-        else:
-            wide = values * value_dim
-            own = parts(["linear_attn.in_proj_qkv"] * 3, (keys * key_dim, keys * key_dim, wide), hidden)
-            sources = [
-                [*own, whole("linear_attn.in_proj_z", wide, hidden)],
-                [whole(f"linear_attn.in_proj_{name}", values, hidden) for name in "ba"],
-            ]
-        first, second = (tuple(each) for each in sources)
-        return DeltaNet(
-            keys, values, key_dim, value_dim, kernel, Product("qkvz", first, "rows", "qkv"),
-            Product("ba", second, "rows", ""),
-            Product("o", (whole("linear_attn.out_proj", hidden, values * value_dim),), "columns", "o"),
         )  # fmt: skip
 
     def gated(
@@ -362,16 +234,6 @@ class Config:
         gate = Product("shared_gate", (whole(f"{block}.shared_expert_gate", 1, self.hidden_size),), None, "")
         return replace(mlp, gate_up=gate_up, down=down), gate
 
-    def with_dense_layers(self, experts: Experts) -> list[Gated]:
-        """Each layer's MLP: the experts, or another where mlp_only_layers names the layer (as in
-        transformers, it can name layers that the model does not have) or decoder_sparse_step leaves it
-        out."""
-        dense, step = self.raw.get("mlp_only_layers") or [], self.count_or("decoder_sparse_step", 1)
-        if type(dense) is not list or any(type(layer) is not int for layer in dense):
-            raise ValueError(f"mlp_only_layers is {shown(dense)}; it should be a list of layers' numbers")
-        sparse = [index not in dense and (index + 1) % step == 0 for index in range(self.num_layers)]
-        return [experts if each else self.gated() for each in sparse]
-
     def expert_counts(self) -> tuple[int, int]:
         """How many experts there are, and how many a token has."""
         keys = "num_experts", "num_local_experts"
@@ -405,14 +267,6 @@ class Config:
         found = self.raw.get("sliding_window", otherwise)
         return None if found is None else self.count_or("sliding_window", found)
 
-    def used_window(self) -> int | None:
-        """The same of families that have one only where use_sliding_window says so."""
-        if not self.flag("use_sliding_window"):
-            return None
-        if self.raw.get("sliding_window") == 0:  # as transformers writes it for none
-            raise ValueError("use_sliding_window is true, but sliding_window is 0; set the window's length")
-        return self.window()
-
     def windows(self, window: int | None, first: int = 0, every: int = 0) -> list[int | None]:
         """Each layer's by layer_types, or without them from layer `first` on, but for each layer whose number
         is a multiple of `every` (0: none)."""
@@ -429,19 +283,6 @@ class Config:
                 f"layer_types names {len(types)} layers; it should name num_hidden_layers, {self.num_layers}"
             )
         return [window if name == "sliding_attention" else None for name in types]
-
-    def rotated_layers(self) -> list[int]:
-        """For each layer 1 if it has a rotary embedding, else 0; by default every fourth has none."""
-        interval, count = self.count_or("no_rope_layer_interval", 4), self.num_layers
-        rotated = self.raw.get("no_rope_layers")
-        if rotated in (None, []):
-            rotated = [int((index + 1) % interval != 0) for index in range(count)]
-        if type(rotated) is not list or len(rotated) != count or any(each not in (0, 1) for each in rotated):
-            raise ValueError(
-                f"no_rope_layers is {shown(rotated)}; it should be a list of num_hidden_layers, {count},"
-                " numbers: 1 for a layer with rotary embedding, 0 for one without"
-            )
-        return rotated
 
     def layer_types(self, other: str = "sliding_attention") -> list[str] | None:
         """What each layer's mixer is, full_attention or the `other`; None where config.json does not say
@@ -527,23 +368,6 @@ class Config:
         given = self.raw.get("rope_scaling") or self.raw.get("rope_parameters") or {}
         types = {key: "default" for key in ("type", "rope_type") if given.get(key) == "mrope"}
         return {key: value for key, value in given.items() if not key.startswith("mrope_")} | types
-
-    def ropes_by_kind(self) -> dict[str, dict[str, Any]]:
-        """The rotary embedding's keys of layers with a window and without: those of rope_parameters, or of
-        the older rope_scaling and rope_theta for those without, and rope_local_base_freq for the others."""
-        given, older = self.raw.get("rope_parameters") or {}, self.raw.get("rope_scaling") or {}
-        found = {kind: dict(given.get(kind) or {}) for kind in ("sliding_attention", "full_attention")}
-        if other := given.keys() - found.keys():
-            raise UnsupportedModelError(
-                f"rope_parameters has {', '.join(sorted(other))}, which is not supported; supported: keys of"
-                f" {' and '.join(found)}"
-            )
-        found["full_attention"] |= older
-        thetas = {"sliding_attention": "rope_local_base_freq", "full_attention": "rope_theta"}
-        for kind, key in thetas.items():
-            if found[kind].get("rope_theta") is None:
-                found[kind]["rope_theta"] = self.raw.get(key)
-        return found
 
     def rope(self, head_dim: int, theta: float, partial: float | None) -> Rope:
         """That of all layers. theta, partial: where no key says so. partial None: all of a head is
@@ -696,35 +520,6 @@ def parts(modules: Sequence[str], rows: Sequence[int], columns: int) -> list[Sou
     whole = ends[-1], columns
     spans = zip(modules, rows, ends, strict=True)
     return [Source(name, Part(whole, slice(end - n, end), slice(0, columns))) for name, n, end in spans]
-
-
-def taking_turns(module: str, turns: int, rows: Sequence[int], columns: int) -> list[list[Source]]:
-    """The sources of each part of a matrix in which parts of `rows` rows alternate `turns` times."""
-    found: list[list[Source]] = [[] for _ in rows]
-    whole, start = (turns * sum(rows), columns), 0
-    for turn in range(turns):
-        for part, count in enumerate(rows):
-            own = slice(start, start := start + count)
-            found[part].append(Source(module, Part(whole, own, slice(0, columns)), turn=(turn, turns)))
-    return found
-
-
-def _text_part(raw: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """The keys of a multimodal checkpoint's language model, of MULTIMODAL, and whether it is one. Keys of the
-    whole take precedence where they are about weights."""
-    names = raw.get("architectures")
-    name = names[0] if type(names) is list and names else None
-    if type(name) is not str or name not in MULTIMODAL:
-        return raw, False
-    check_kinds(raw, {"text_config": "object"})
-    text = raw.get("text_config") or {}
-    if name in FLAT:
-        text = text or {key: value for key, value in raw.items() if key != "vision_config"}
-    text = text | FIXED.get(name, {})
-    architecture, defaults = TEXT_TYPES.get(text.get("model_type"), MULTIMODAL[name])
-    shared = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "eos_token_id")
-    of_whole = {key: raw[key] for key in shared if raw.get(key) is not None}
-    return defaults | text | of_whole | {"architectures": [architecture]}, True
 
 
 def whole(module: str, rows: int, columns: int) -> Source:

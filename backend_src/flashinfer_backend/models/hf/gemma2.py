@@ -19,12 +19,17 @@ def gemma2(config: Config) -> ModelSpec:
     attention = replace(
         config.attention(kv_heads=4, head_dim=256, bias=bias),
         scale=(config.number("query_pre_attn_scalar") or 256) ** -0.5,
-        soft_cap=config.capped("attn_logit_softcapping", 50.0),
+        soft_cap=_capped(config, "attn_logit_softcapping", 50.0),
     )
     layers = [(replace(attention, window=own), mlp) for own in config.windows(window, every=2)]
     model = config.model(layers, norms=NORMS, norm_offset=1.0, tied=True)
     return replace(
         model,
         embedding_scale=config.hidden_size**0.5,
-        logits_soft_cap=config.capped("final_logit_softcapping", 30.0),
+        logits_soft_cap=_capped(config, "final_logit_softcapping", 30.0),
     )
+
+
+def _capped(config: Config, key: str, otherwise: float) -> float | None:
+    """A soft cap; null is none."""
+    return config.number(key) if key in config.raw else otherwise

@@ -5,7 +5,9 @@ six layers, a rotary embedding for each kind of layer, an MLP gated by GELU."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+from flashinfer_backend.models.errors import UnsupportedModelError
 from flashinfer_backend.models.hf.config import ANY, Config, normed
 from flashinfer_backend.models.spec import ModelSpec
 
@@ -28,7 +30,7 @@ def gemma3_text(config: Config) -> ModelSpec:
     )
     bias, mlp = config.flag("attention_bias"), config.gated("gelu_tanh")
     windows = config.windows(config.window(), every=config.count_or("sliding_window_pattern", 6))
-    ropes = config.ropes_by_kind()
+    ropes = ropes_by_kind(config)
     kinds = {
         name: normed(
             config.attention(kv_heads=4, head_dim=256, theta=theta, rope=ropes[name], bias=bias),
@@ -45,3 +47,21 @@ def gemma3_text(config: Config) -> ModelSpec:
         embedding_scale=config.hidden_size**0.5,
         logits_soft_cap=config.number("final_logit_softcapping"),
     )
+
+
+def ropes_by_kind(config: Config) -> dict[str, dict[str, Any]]:
+    """The rotary embedding's keys of layers with a window and without: those of rope_parameters, or of
+    the older rope_scaling and rope_theta for those without, and rope_local_base_freq for the others."""
+    given, older = config.raw.get("rope_parameters") or {}, config.raw.get("rope_scaling") or {}
+    found = {kind: dict(given.get(kind) or {}) for kind in ("sliding_attention", "full_attention")}
+    if other := given.keys() - found.keys():
+        raise UnsupportedModelError(
+            f"rope_parameters has {', '.join(sorted(other))}, which is not supported; supported: keys of"
+            f" {' and '.join(found)}"
+        )
+    found["full_attention"] |= older
+    thetas = {"sliding_attention": "rope_local_base_freq", "full_attention": "rope_theta"}
+    for kind, key in thetas.items():
+        if found[kind].get("rope_theta") is None:
+            found[kind]["rope_theta"] = config.raw.get(key)
+    return found

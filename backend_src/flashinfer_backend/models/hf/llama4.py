@@ -11,6 +11,7 @@ from flashinfer_backend.core.values import shown
 from flashinfer_backend.models.errors import UnsupportedModelError
 from flashinfer_backend.models.hf.config import ANY, Config, interleaved
 from flashinfer_backend.models.hf.qwen3_moe import NAMES
+from flashinfer_backend.models.hf.smollm3 import rotated_layers
 from flashinfer_backend.models.spec import FullAttention, Gated, ModelSpec, Norm
 
 BLOCK, CHUNK = "feed_forward", "attention_chunk_size"
@@ -22,7 +23,7 @@ def llama4_text(config: Config) -> ModelSpec:
 
 
 def _attentions(config: Config) -> list[FullAttention]:
-    bias, rotated = config.flag("attention_bias"), config.rotated_layers()
+    bias, rotated = config.flag("attention_bias"), rotated_layers(config)
     given = interleaved(config.attention(kv_heads=8, head_dim=128, theta=5e5, bias=bias))
     rope = given
     if config.flag("use_qk_norm", True):

@@ -7,16 +7,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flashinfer_backend.models.hf.config import OUTER_NORMS, Config, normed
+from flashinfer_backend.models.hf.gemma3 import KINDS, ropes_by_kind
 from flashinfer_backend.models.spec import ModelSpec
-
-KINDS = {True: "sliding_attention", False: "full_attention"}
 
 
 def olmo3(config: Config) -> ModelSpec:
     config.refuse_unsupported()
     bias, mlp = config.flag("attention_bias"), config.gated()
     windows = config.windows(config.window(), every=4)
-    ropes = config.ropes_by_kind()
+    ropes = ropes_by_kind(config)
     kinds = {
         name: normed(config.attention(theta=5e5, bias=bias, rope=ropes[name]), "all")
         for name in KINDS.values()

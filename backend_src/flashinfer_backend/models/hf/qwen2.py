@@ -20,4 +20,13 @@ def qwen2(config: Config) -> ModelSpec:
 
 def windows_of(config: Config) -> list[int | None]:
     """Each layer's window."""
-    return config.windows(config.used_window(), config.raw.get("max_window_layers", FULL_LAYERS))
+    return config.windows(used_window(config), config.raw.get("max_window_layers", FULL_LAYERS))
+
+
+def used_window(config: Config) -> int | None:
+    """The same of families that have one only where use_sliding_window says so."""
+    if not config.flag("use_sliding_window"):
+        return None
+    if config.raw.get("sliding_window") == 0:  # as transformers writes it for none
+        raise ValueError("use_sliding_window is true, but sliding_window is 0; set the window's length")
+    return config.window()

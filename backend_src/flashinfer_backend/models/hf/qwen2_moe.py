@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flashinfer_backend.models.hf.config import Config
-from flashinfer_backend.models.hf.qwen2 import FULL_LAYERS
-from flashinfer_backend.models.hf.qwen3_moe import NAMES
+from flashinfer_backend.models.hf.qwen2 import FULL_LAYERS, used_window
+from flashinfer_backend.models.hf.qwen3_moe import NAMES, with_dense_layers
 from flashinfer_backend.models.spec import ModelSpec
 
 
@@ -17,9 +17,9 @@ def qwen2_moe(config: Config) -> ModelSpec:
     config.refuse_unsupported()
     experts = config.experts("moe_intermediate_size", "mlp", NAMES, config.flag("norm_topk_prob"))
     shared, gate = config.shared_expert("shared_expert_intermediate_size", "mlp")
-    mlps = config.with_dense_layers(replace(experts, shared=shared, shared_gate=gate))
+    mlps = with_dense_layers(config, replace(experts, shared=shared, shared_gate=gate))
     attention = config.attention(kv_heads=16, bias=config.flag("qkv_bias", True), o_bias=False)
-    window, before = config.used_window(), config.raw.get("max_window_layers", FULL_LAYERS)
+    window, before = used_window(config), config.raw.get("max_window_layers", FULL_LAYERS)
     windows = (
         config.windows(window)
         if config.layer_types()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from flashinfer_backend.core.values import shown
 from flashinfer_backend.models.hf.config import ANY, Config
 from flashinfer_backend.models.spec import ModelSpec
 
@@ -13,7 +14,7 @@ def smollm3(config: Config) -> ModelSpec:
     config.refuse_unsupported(mlp_bias=ANY)
     bias = config.flag("attention_bias")
     attention = config.attention(kv_heads=4, theta=2e6, bias=bias)
-    rotated = config.rotated_layers()
+    rotated = rotated_layers(config)
     window = config.window(otherwise=None) if config.flag("use_sliding_window") else None
     windows = (
         config.windows(window)
@@ -26,3 +27,17 @@ def smollm3(config: Config) -> ModelSpec:
         for has_rope, own in zip(rotated, windows, strict=True)
     ]
     return config.model(layers, tied=True)
+
+
+def rotated_layers(config: Config) -> list[int]:
+    """For each layer 1 if it has a rotary embedding, else 0; by default every fourth has none."""
+    interval, count = config.count_or("no_rope_layer_interval", 4), config.num_layers
+    rotated = config.raw.get("no_rope_layers")
+    if rotated in (None, []):
+        rotated = [int((index + 1) % interval != 0) for index in range(count)]
+    if type(rotated) is not list or len(rotated) != count or any(each not in (0, 1) for each in rotated):
+        raise ValueError(
+            f"no_rope_layers is {shown(rotated)}; it should be a list of num_hidden_layers, {count},"
+            " numbers: 1 for a layer with rotary embedding, 0 for one without"
+        )
+    return rotated
