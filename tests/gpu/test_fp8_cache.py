@@ -264,7 +264,7 @@ def test_engine(layout, kind, tmp_path):
     checkpoint = make_quantised(layout, kind, tmp_path / "model", kv_scales=layout == "modelopt", **SIZES)
 
     def started(backend: str, core: Any) -> None:
-        assert core.runner.state.kv_cache.layers[0][0].dtype == fp8.E4M3
+        assert core.runner.state.caches[0].layers[0][0].dtype == fp8.E4M3
         if backend == "auto" and torch.cuda.get_device_capability()[0] == 9:
             # Prompts take FA3 over copies, and steps with prompts are whole graphs.
             attention, graphs = core.runner.state.attention, core.runner.mixed_graphs

@@ -40,8 +40,9 @@ class DeviceState:
     (tokens in the cache), last token and place of the adapter (or -1), int32 [slots + 1], guesses at what
     follows it, int32 [slots + 1, drafts], and what a proposer looks back at.
 
-    kv_cache and block_table are the first group's. kv_layers: (K, V) of every layer, and behind them those of
-    the proposer's. Steps are enqueued on one stream, so what one of them writes the next one reads.
+    block_table is the first group's: attention of several groups takes those of block_tables in its place.
+    kv_layers: (K, V) of every layer, and behind them those of the proposer's. Steps are enqueued
+    on one stream, so what one of them writes the next one reads.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class DeviceState:
         self.states = states
         # With drafts, how many tokens of its sequence a slot's state has seen.
         self._in_state: torch.Tensor | None = None
-        self.groups, self.caches, self.kv_cache = groups, caches, caches[0]
+        self.groups, self.caches = groups, caches
         self._group_of = {layer: i for i, group in enumerate(groups) for layer in group.layers}
         pairs = [
             pair
@@ -68,14 +69,14 @@ class DeviceState:
             for pair in zip(group.layers, cache.layers, strict=True)
         ]
         self.kv_layers = [kv for _, kv in sorted(pairs, key=lambda pair: pair[0])]
-        self.block_size = self.kv_cache.format.block_size
+        format = caches[0].format  # blocks and layers have the same size in all groups
+        self.block_size = format.block_size
         self.max_blocks = -(-config.max_seq_len // self.block_size)
         self.dummy_slot = config.max_num_seqs
         rows = config.max_num_seqs + 1
         shape = (len(groups), rows, self.max_blocks)
         self.block_tables = torch.zeros(shape, dtype=torch.int32, device=self.device)
         self.block_table = self.block_tables[0]
-        format = self.kv_cache.format
         bytes_per_token = format.bytes_per_token // format.num_layers
         once = config.read_shared_prefixes_once
         self.prefixes = SharedPrefixes(*shape[1:], self.block_size, bytes_per_token, once)
