@@ -65,7 +65,7 @@ TESTS = {
     "transport/peers": "unit/test_keeper.py",
     "transport/prefixes": "unit/test_router.py",
     "transport/rundir": "unit/test_keeper.py unit/test_stub_processes.py unit/test_other_users.py",
-    "transport/delivery_marks": "unit/test_departed.py",
+    "transport/delivery_marks": "unit/test_client_watch.py",
     "transport/maintenance_server": "unit/test_probe.py",
     "structured": (
         "unit/test_json_schema.py unit/test_grammars.py unit/test_strict_calls.py "

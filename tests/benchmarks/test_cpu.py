@@ -30,7 +30,7 @@ from flashinfer_backend.text.chunk import pack_chunk, unpack_chunk
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.transport import protocol
 from flashinfer_backend.transport.delivery_marks import DeliveryMarks
-from flashinfer_backend.triton_server.watch import ClientWatch
+from flashinfer_backend.triton_server.client_watch import ClientWatch
 from ports import free_ports
 from tests.unit import small_tokenizers
 from waiting import wait_for

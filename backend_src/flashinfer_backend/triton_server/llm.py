@@ -28,6 +28,7 @@ from flashinfer_backend.transport.endpoint import LEADS, EngineDown
 from flashinfer_backend.transport.keeper_handle import KeeperHandle
 from flashinfer_backend.triton_server.adapters import TaskThread
 from flashinfer_backend.triton_server.bounds import check_json_logits
+from flashinfer_backend.triton_server.client_watch import ClientWatch, postprocessing_probe
 from flashinfer_backend.triton_server.freeze_guard import FreezeGuard
 from flashinfer_backend.triton_server.metrics import Metrics
 from flashinfer_backend.triton_server.outputs import Place, refuse_unmapped
@@ -41,7 +42,6 @@ from flashinfer_backend.triton_server.request_parameters import read_request_par
 from flashinfer_backend.triton_server.requests import LlmLimits, Tensors, is_stop, parse_request
 from flashinfer_backend.triton_server.responder import Responder
 from flashinfer_backend.triton_server.sequence import Sequence, of_ensemble
-from flashinfer_backend.triton_server.watch import ClientWatch, postprocessing_probe
 
 
 class TritonPythonModel:

@@ -14,7 +14,7 @@ import pytest
 from flashinfer_backend.transport import delivery_marks
 from flashinfer_backend.transport.delivery_marks import ENTRIES, DeliveryMarker, DeliveryMarks
 from flashinfer_backend.transport.protocol import make_handle
-from flashinfer_backend.triton_server.watch import MOST_LOOKS, ClientWatch, DepartedClients
+from flashinfer_backend.triton_server.client_watch import MOST_LOOKS, ClientWatch, DepartedClients
 
 PID = 4321
 
