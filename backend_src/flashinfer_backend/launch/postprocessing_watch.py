@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Collection
 
-from flashinfer_backend.launch.asking import ask
+from flashinfer_backend.launch.local_http import ask
 
 EVERY_S = 5.0
 ONE_TOKEN = [

@@ -10,7 +10,7 @@ import json
 import sys
 
 from flashinfer_backend.core.arguments import program, some_seconds
-from flashinfer_backend.launch.asking import ask
+from flashinfer_backend.launch.local_http import ask
 
 WELL = ("queue", "try again", "writes no text")  # in the words of a server that is well, but refuses
 

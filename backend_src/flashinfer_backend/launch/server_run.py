@@ -18,9 +18,9 @@ from typing import Any
 
 from flashinfer_backend.core.output import say
 from flashinfer_backend.core.parent import end_with_parent
-from flashinfer_backend.launch.asking import ask
 from flashinfer_backend.launch.engine_watch import EngineWatch, run_dirs
 from flashinfer_backend.launch.idle import Idleness
+from flashinfer_backend.launch.local_http import ask
 from flashinfer_backend.launch.postprocessing_watch import PostprocessingWatch
 from flashinfer_backend.launch.server_log import ServerLog, memory_of_stubs
 from flashinfer_backend.launch.server_sockets import (
