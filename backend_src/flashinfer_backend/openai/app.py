@@ -39,7 +39,6 @@ from flashinfer_backend.openai.adapters import (
 from flashinfer_backend.openai.anthropic import count_tokens, message, read_count, read_message
 from flashinfer_backend.openai.chat import chat, read_chat
 from flashinfer_backend.openai.completions import completions, read_completion
-from flashinfer_backend.openai.description import description
 from flashinfer_backend.openai.embeddings import (
     embeddings,
     read_embeddings,
@@ -52,6 +51,7 @@ from flashinfer_backend.openai.encodings import decompressed, encoding_of
 from flashinfer_backend.openai.errors import ApiError, field_error
 from flashinfer_backend.openai.link import SHUTTING_DOWN, unavailable
 from flashinfer_backend.openai.metrics import Metrics, ModelState
+from flashinfer_backend.openai.openapi import schema
 from flashinfer_backend.openai.profiling import (
     StartProfile,
     StopProfile,
@@ -136,7 +136,7 @@ def make_app(models: Sequence[ServedModel], access: Access) -> ASGIApp:
 
     async def openapi(request: Request) -> Response:
         kinds = {path: post.kind for post in posts for path in post.paths()}
-        return _json(description(kinds, _paths(routes, "GET"), _paths(routes, "DELETE"), bool(access.keys)))
+        return _json(schema(kinds, _paths(routes, "GET"), _paths(routes, "DELETE"), bool(access.keys)))
 
     routes.append(Route("/openapi.json", openapi))
     app = Starlette(routes=routes, exception_handlers=_answers_to_errors(shared))

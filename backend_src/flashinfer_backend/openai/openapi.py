@@ -14,7 +14,7 @@ _JSON = "application/json"
 _ERROR = {"description": "What was wrong, in OpenAI's form; in Anthropic's on the paths of its API."}
 
 
-def description(
+def schema(
     posts: Mapping[str, type[msgspec.Struct]], gets: Sequence[str], deletes: Sequence[str], keys: bool
 ) -> dict[str, Any]:
     """posts: the kind of body of each path. gets, deletes: paths without a body; parts in braces are
