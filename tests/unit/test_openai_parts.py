@@ -21,7 +21,7 @@ from flashinfer_backend.core.bounds import CONVERSATION
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.sampling_params import SamplingParams
-from flashinfer_backend.openai import store as store_module
+from flashinfer_backend.openai import response_store
 from flashinfer_backend.openai.answer import Usage
 from flashinfer_backend.openai.chat import Answer, Conversation, Turn
 from flashinfer_backend.openai.errors import ApiError
@@ -30,10 +30,10 @@ from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, E
 from flashinfer_backend.openai.link import Stream, Streams
 from flashinfer_backend.openai.model import Model
 from flashinfer_backend.openai.requests import ChatRequest, ResponsesRequest, decode
+from flashinfer_backend.openai.response_store import ResponseStore
 from flashinfer_backend.openai.responses import messages_of, offered_tools
 from flashinfer_backend.openai.sampling import NO_TOKENS, Defaults, EngineLimits, Length, sampling_params
 from flashinfer_backend.openai.served_model import ServedModel
-from flashinfer_backend.openai.store import Store
 from flashinfer_backend.openai.template import ChatTemplate, plain_messages
 from flashinfer_backend.openai.tools import AUTO, Tools, read_tools
 from flashinfer_backend.serving.generation import Chunk, GenerationRequest
@@ -678,7 +678,7 @@ def test_errors_name_the_place_in_the_request(items, place, instructions):
     assert place in str(error.value) and str(error.value.param) in place
 
 
-def kept_of(store: Store, *names: str) -> list[bool]:
+def kept_of(store: ResponseStore, *names: str) -> list[bool]:
     found = []
     for name in names:
         try:
@@ -689,12 +689,12 @@ def kept_of(store: Store, *names: str) -> list[bool]:
     return found
 
 
-def put(store: Store, name: str, size: int = 0) -> None:
+def put(store: ResponseStore, name: str, size: int = 0) -> None:
     store.put(name, [{"text": "x" * size}], {"id": name})
 
 
 def test_bytes_and_number_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store(400)
+    store = ResponseStore(400)
     put(store, "a", 150)
     put(store, "b", 150)
     assert kept_of(store, "b", "a") == [True, True]
@@ -707,6 +707,6 @@ def test_bytes_and_number_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     put(store, "d", 150)
     put(store, "e", 20)
     assert kept_of(store, "a", "c", "d", "e") == [False, True, True, True]
-    monkeypatch.setattr(store_module, "MOST_STORED", 3)
+    monkeypatch.setattr(response_store, "MOST_STORED", 3)
     put(store, "f")
     assert kept_of(store, "c", "d", "e", "f") == [False, True, True, True]

@@ -22,9 +22,9 @@ from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, E
 from flashinfer_backend.openai.items import Change, Items, named_event
 from flashinfer_backend.openai.no_effect import check_value
 from flashinfer_backend.openai.requests import ENCRYPTED_REASONING, ResponseFormat, ResponsesRequest, decode
+from flashinfer_backend.openai.response_store import ResponseStore
 from flashinfer_backend.openai.sampling import Guide, guide_of
 from flashinfer_backend.openai.served_model import ServedModel
-from flashinfer_backend.openai.store import Store
 from flashinfer_backend.openai.template import Place, plain_messages
 from flashinfer_backend.openai.tools import new_call_id, read_tools
 from flashinfer_backend.structured.grammar import GrammarError
@@ -120,7 +120,7 @@ async def responses(served: ServedModel, parsed: ParsedResponses) -> Response:
     return respond(served, turn.streams, _Reply(turn, request, model, earlier), request.stream)
 
 
-def store_of(served: ServedModel, param: str | None = None) -> Store:
+def store_of(served: ServedModel, param: str | None = None) -> ResponseStore:
     """Raises ApiError where responses are not kept."""
     if served.store is None:
         raise ApiError(

@@ -22,8 +22,8 @@ from flashinfer_backend.openai.link import EngineLink, Reduce, Streams, unavaila
 from flashinfer_backend.openai.metrics import Metrics
 from flashinfer_backend.openai.model import Model
 from flashinfer_backend.openai.requests import Sampling
+from flashinfer_backend.openai.response_store import ResponseStore
 from flashinfer_backend.openai.sampling import Defaults, EngineLimits, Guide
-from flashinfer_backend.openai.store import Store
 from flashinfer_backend.openai.template import ChatTemplate
 from flashinfer_backend.openai.token_lists import TokenTexts, chat_token, text_of
 from flashinfer_backend.serving.adapters import AdapterNames
@@ -40,7 +40,11 @@ class ServedModel:
     """One process's access to one model. `find_model` chooses among several."""
 
     def __init__(
-        self, model: Model, metrics: Metrics, adapters: AdapterNames | None = None, store: Store | None = None
+        self,
+        model: Model,
+        metrics: Metrics,
+        adapters: AdapterNames | None = None,
+        store: ResponseStore | None = None,
     ) -> None:
         """adapters: None where the engine has no room for any. store: None where no responses are kept.
         All models of a process share metrics and store. Raises ValueError or OSError for a checkpoint that

@@ -161,11 +161,11 @@ async def _run(options: WorkerOptions) -> int:
 
 
 def _read_models(options: WorkerOptions, metrics: Metrics) -> list[ServedModel]:
+    from flashinfer_backend.openai.response_store import ResponseStore
     from flashinfer_backend.openai.served_model import ServedModel
-    from flashinfer_backend.openai.store import Store
     from flashinfer_backend.serving.adapters import AdapterNames
 
-    store = Store(options.store_bytes) if options.store_bytes else None
+    store = ResponseStore(options.store_bytes) if options.store_bytes else None
     models = []
     for model in options.models:
         has_adapters = model.engine.max_loras > 0

@@ -14,7 +14,7 @@ from flashinfer_backend.core.bounds import MOST_STORED
 from flashinfer_backend.openai.errors import ApiError
 
 
-class Store:
+class ResponseStore:
     """At most MOST_STORED responses, and `most` bytes of their JSON; the one unused for the longest time goes
     first. A response that takes more than all of it is not kept. For any thread."""
 
