@@ -108,7 +108,7 @@ GRAMMARS: list[tuple[str, list[str], list[str]]] = [
     ('root ::= "yes" | "no"', ["yes", "no"], ["", "yesno", "ye"]),
     ('root ::= item (", " item){1,2} "."\nitem ::= [A-Z] [a-z]{2,3}', ["Abc, Def."], ["Abc.", "Ab, Def."]),
     ('root ::= "a" root "b" | ""', ["", "ab", nested(30)], ["a", "aab"]),
-    ("root ::= [^a-c\\n]+ # comment\n", ["xyz", "é😀"], ["a", "x\n"]),
+    ("root ::= [^a-c\\n-]+ # comment\n", ["xyz", "é😀"], ["a", "x\n", "-"]),
     (r'root ::= "\x41\u00e9\"\\" [\]\-x]', ['Aé"\\]', 'Aé"\\-'], ["Aé"]),
     ('root ::= ("a" |\n  "b")\n  "c"', ["ac", "bc"], ["a"]),
     ('root ::= x{2} y?\nx ::= "a"\ny ::= .', ["aa", "aa\n"], ["a", "aaxx"]),
@@ -118,6 +118,7 @@ GRAMMARS: list[tuple[str, list[str], list[str]]] = [
     ('root ::= ("ab" | x) ("cd" | "e")\nx ::= "abce" | "(" x ")"', ["abcd", "abcee", "(abce)cd"], ["abce"]),
     ('root ::= "if" root | id\nid ::= [a-z]+ ":"', ["ifif:", "ifx:", "if:"], ["if"]),
     ("root ::= e\ne ::= n | e [-+] e | \"(\" e \")\"\nn ::= [0-9]+", ["1", "12+(3-44)"], ["1+", "()"]),
+    ('root ::= ("b" "c")+ "b" root | "."', ["bcb.", "bcbcbbcb."], ["bb."]),
     ('root ::= w root | w\nw ::= "a" "a"? "b"*', ["a", "aabab", "abba"], ["b", ""]),
 ]  # fmt: skip
 JSON_GRAMMAR = r"""

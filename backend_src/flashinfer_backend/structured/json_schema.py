@@ -415,13 +415,13 @@ def _short(text: str) -> str:
 def _without_vacuous(node: Schema) -> Schema:
     """Without empty lists and objects, and keywords that need another one."""
     dropped = {
-        k for k in ("allOf", "required", "patternProperties", "prefixItems") if node.get(k, 0) in ([], {})
+        k for k in ("allOf", "required", "patternProperties", "prefixItems") if node.get(k) in ([], {})
     }
     if "then" not in node and "else" not in node:
         dropped.add("if")
     if node.get("propertyNames") in (True, {}, {"type": "string"}):  # names are strings
         dropped.add("propertyNames")
-    if node.get("uniqueItems") is True and node.get("maxItems", 2) in (0, 1):
+    if node.get("uniqueItems") is True and node.get("maxItems") in (0, 1):
         dropped.add("uniqueItems")
     if "items" in node and not isinstance(node["items"], list):
         dropped |= {"unevaluatedItems", "additionalItems"}
