@@ -163,7 +163,7 @@ def of_layers(model: Model) -> dict[str, Stored]:
             heads = layer.mixer.own_heads
             whole = layer.mixer.qkv.sources[0].part.whole[0] // layer.mixer.head_dim
             targets[f"{prefix}self_attn.sinks"] = Stored(
-                ((whole,),), FLOATS, layer.sinks.copy_, heads, fills=f"{prefix}sinks"
+                ((whole,),), FLOATS, layer.sinks.copy_, (heads,), fills=f"{prefix}sinks"
             )
     return targets
 
@@ -192,7 +192,7 @@ def _of_delta_net(layer: DeltaLayer, prefix: str) -> dict[str, Stored]:
     targets = {"conv1d.weight": Stored((shape,), FLOATS, take, fills=f"{prefix}conv")}
     for name, target in {"A_log": layer.a_log, "dt_bias": layer.dt_bias}.items():
         fills = f"{prefix}{name.lower()}"
-        targets[name] = Stored((heads,), FLOATS, target.copy_, mixer.own_heads, fills=fills)
+        targets[name] = Stored((heads,), FLOATS, target.copy_, (mixer.own_heads,), fills=fills)
     return {f"{prefix}linear_attn.{name}": stored for name, stored in targets.items()}
 
 
@@ -205,7 +205,7 @@ def of_norm(norm: Norm, target: Tensor, prefix: str) -> dict[str, Stored]:
         changed = (norm.scale, norm.offset) != (1, 0)
         target.copy_(found.float() * norm.scale + norm.offset if changed else found)
 
-    stored = Stored(((norm.size,),), FLOATS, take, norm.own, fills=f"{prefix}{norm.name}")
+    stored = Stored(((norm.size,),), FLOATS, take, (norm.own,), fills=f"{prefix}{norm.name}")
     return {f"{prefix}{norm.module}.weight": stored}
 
 
@@ -219,7 +219,7 @@ def of_product(product: Product, weight: Weight, prefix: str = "") -> dict[str, 
         found = weight.format.reads(weight, own, part)
         scaled = next((name for name in SCALES if name in found), "weight")
         if weight.bias is not None:
-            found["bias"] = Stored(((part.whole[0],),), FLOATS, weight.bias[own].copy_, part.rows)
+            found["bias"] = Stored(((part.whole[0],),), FLOATS, weight.bias[own].copy_, (part.rows,))
         for name, stored in found.items():
             if name in (scaled, "bias") and product.scale != 1:
                 stored = _changed(stored, lambda value: value.float() * product.scale)
@@ -266,9 +266,8 @@ def _of_stack(
                 )
                 put(weight.part(index, count), parts[:, kept].flatten(0, 1))
 
-        shape, (first, second, *more) = zip(experts, *dimensions, strict=True)
-        fills = f"{prefix}{product.name}"
-        return Stored((shape,), dtypes, take, first, second, bool(apart), fills, tuple(more), apart)
+        shape, cuts = zip(experts, *dimensions, strict=True)
+        return Stored((shape,), dtypes, take, cuts, bool(apart), f"{prefix}{product.name}", apart)
 
     def put_bias(expert: Weight, values: Tensor) -> None:
         assert expert.bias is not None

@@ -30,8 +30,8 @@ Reading = Callable[[Tensor], Tensor]  # of a tensor as it is stored
 
 
 class Stored(NamedTuple):
-    """A tensor of a checkpoint: the shapes and safetensors types it may have, who takes its value, and which
-    rows and columns of it (of dimensions of size 1: all), and which part of its further dimensions.
+    """A tensor of a checkpoint: the shapes and safetensors types it may have, who takes its value, and what
+    of it, a slice of each dimension (of dimensions of size 1, and those without a slice: all).
 
     `take` raises ValueError saying what is wrong with the values. optional: a checkpoint may lack it.
     fills: what of the model, for readers. instead: names of tensors that this one has in it.
@@ -41,11 +41,9 @@ class Stored(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
     take: Callable[[Tensor], object]
-    rows: slice = ALL
-    columns: slice = ALL
+    cuts: tuple[slice, ...] = ()
     optional: bool = False
     fills: str = ""
-    more: tuple[slice, ...] = ()
     instead: tuple[str, ...] = ()
     elsewhere: bool = False
 
@@ -57,7 +55,7 @@ class Stored(NamedTuple):
     @classmethod
     def part_into(cls, target: Tensor, part: Part, dtypes: tuple[str, ...] = FLOATS) -> Stored:
         """A part of a tensor, of the target's shape."""
-        return cls((part.whole,), dtypes, target.copy_, part.rows, part.columns)
+        return cls((part.whole,), dtypes, target.copy_, (part.rows, part.columns))
 
     def and_then(self, other: Stored) -> Stored:
         """For a tensor that two parts of a weight are made of: all of it is read, and each takes its own."""
@@ -71,9 +69,8 @@ class Stored(NamedTuple):
 
     def cut(self, shape: tuple[int, ...]) -> tuple[slice, ...]:
         """What to read of a tensor of this shape."""
-        parts = self.rows, self.columns, *self.more
-        dimensions = zip(parts + (ALL,) * (len(shape) - len(parts)), shape, strict=False)
-        return tuple(part if size > 1 else ALL for part, size in dimensions)
+        cuts = self.cuts + (ALL,) * len(shape)
+        return tuple(cut if size > 1 else ALL for cut, size in zip(cuts, shape, strict=False))
 
 
 class LowRank(NamedTuple):
@@ -208,7 +205,7 @@ class Fp8Token:
     def reads(self, weight: Weight, rows: slice, part: Part) -> dict[str, Stored]:
         scale, count = weight.scale[rows], part.whole[0]
         shapes = ((), (1,), (count,), (count, 1))
-        take = Stored(shapes, FLOATS, lambda found: scale.copy_(_finite(found).reshape(-1)), part.rows)
+        take = Stored(shapes, FLOATS, lambda found: scale.copy_(_finite(found).reshape(-1)), (part.rows,))
         return {"weight": Stored.part_into(weight.data[rows], part, FP8), "weight_scale": take}
 
     def fill(self, weight: Weight, values: Tensor) -> None:
@@ -235,7 +232,7 @@ class Fp8OnLoad(Fp8Token):
             data.copy_(elements)
             scale.copy_(scales[:, 0])
 
-        return {"weight": Stored((part.whole,), FLOATS, take, part.rows, part.columns)}
+        return {"weight": Stored((part.whole,), FLOATS, take, (part.rows, part.columns))}
 
 
 class Fp8Static(Fp8Token):
@@ -288,7 +285,7 @@ class Fp8Block:
             for cut in (rows, part.rows, part.columns)
         )
         scale, shape = weight.scale[own], tuple(-(-size // fp8.BLOCK) for size in part.whole)
-        take = Stored((shape,), FLOATS, lambda found: scale.copy_(_finite(found)), cut_rows, cut_columns)
+        take = Stored((shape,), FLOATS, lambda found: scale.copy_(_finite(found)), (cut_rows, cut_columns))
         return {"weight": Stored.part_into(data, part, FP8), self._scale_name: take}
 
     def fill(self, weight: Weight, values: Tensor) -> None:
@@ -339,19 +336,19 @@ class Int4:
         own_groups = slice(part.columns.start // size, -(-part.columns.stop // size))
         row_words, column_words = (slice(cut.start // 8, cut.stop // 8) for cut in (part.rows, part.columns))
 
-        def values(shape: tuple[int, int], unpacked: Reading, first: slice, second: slice) -> Stored:
+        def values(shape: tuple[int, int], unpacked: Reading, *cuts: slice) -> Stored:
             def take(found: Tensor) -> None:
                 data.copy_(int4.pack(unpacked(found.to(device))))
 
-            return Stored((shape,), ("I32",), take, first, second)
+            return Stored((shape,), ("I32",), take, cuts)
 
-        def zeros(shape: tuple[int, int], unpacked: Reading, first: slice, second: slice) -> Stored:
+        def zeros(shape: tuple[int, int], unpacked: Reading, *cuts: slice) -> Stored:
             assert weight.zero is not None
             zero = weight.zero[:, rows]
-            return Stored((shape,), ("I32",), lambda x: zero.copy_(unpacked(x.to(device))), first, second)
+            return Stored((shape,), ("I32",), lambda x: zero.copy_(unpacked(x.to(device))), cuts)
 
-        def scales(shape: tuple[int, int], read: Reading, first: slice, second: slice) -> Stored:
-            return Stored((shape,), FLOATS, lambda x: scale.copy_(_finite(read(x))), first, second)
+        def scales(shape: tuple[int, int], read: Reading, *cuts: slice) -> Stored:
+            return Stored((shape,), FLOATS, lambda x: scale.copy_(_finite(read(x))), cuts)
 
         neighbours = torch.arange(weight.shape[1], device=device) // (weight.shape[1] // len(scale))
         weight.group_indices[rows.start] = neighbours
