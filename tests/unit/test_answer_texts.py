@@ -21,15 +21,15 @@ from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.openai.answer import take_text
 from flashinfer_backend.openai.link import EngineLink, LogitsRoom
-from flashinfer_backend.openai.model import Model
-from flashinfer_backend.openai.served_model import ServedModel
-from flashinfer_backend.openai.token_lists import (
+from flashinfer_backend.openai.log_probs import (
     TokenLists,
     TokenTexts,
     chat_log_probs,
     chat_token,
     text_of,
 )
+from flashinfer_backend.openai.model import Model
+from flashinfer_backend.openai.served_model import ServedModel
 from flashinfer_backend.serving.generation import Chunk, GenerationRequest
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.transport import protocol

@@ -19,7 +19,7 @@ from flashinfer_backend.core.gate import Gate, Place
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.openai.link import EngineLink, LogitsRoom
-from flashinfer_backend.openai.token_lists import (
+from flashinfer_backend.openai.log_probs import (
     TokenTexts,
     largest,
     prompt_lists,

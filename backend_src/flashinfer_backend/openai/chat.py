@@ -39,6 +39,7 @@ from flashinfer_backend.openai.formats.events import (
 from flashinfer_backend.openai.formats.json_scan import ValueScanner
 from flashinfer_backend.openai.formats.reasoning import is_opened
 from flashinfer_backend.openai.link import ClientLeft, Stream, Streams
+from flashinfer_backend.openai.log_probs import chat_log_probs, check_prompt_logits, prompt_log_probs
 from flashinfer_backend.openai.requests import ChatRequest, Sampling, decode
 from flashinfer_backend.openai.sampling import (
     NO_GUIDE,
@@ -53,7 +54,6 @@ from flashinfer_backend.openai.sampling import (
 from flashinfer_backend.openai.served_model import ServedModel, generation_request
 from flashinfer_backend.openai.strict import CALLS_OR_JSON, calls_guide
 from flashinfer_backend.openai.template import plain_messages
-from flashinfer_backend.openai.token_lists import chat_log_probs, check_prompt_logits, prompt_log_probs
 from flashinfer_backend.openai.tools import AUTO, Tools, new_call_id, read_tools
 from flashinfer_backend.serving.generation import Chunk
 from flashinfer_backend.transport import protocol

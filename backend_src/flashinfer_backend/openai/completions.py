@@ -15,6 +15,12 @@ from flashinfer_backend.core.bounds import MOST_CHOICES
 from flashinfer_backend.openai.answer import Choices, finish_reason, respond, take_text
 from flashinfer_backend.openai.errors import ApiError, field_error
 from flashinfer_backend.openai.link import ClientLeft, Stream, Streams
+from flashinfer_backend.openai.log_probs import (
+    TokenLists,
+    check_prompt_logits,
+    prompt_lists,
+    prompt_log_probs,
+)
 from flashinfer_backend.openai.requests import CompletionRequest, decode
 from flashinfer_backend.openai.sampling import (
     EngineLimits,
@@ -28,12 +34,6 @@ from flashinfer_backend.openai.sampling import (
     shortened,
 )
 from flashinfer_backend.openai.served_model import ServedModel, generation_request
-from flashinfer_backend.openai.token_lists import (
-    TokenLists,
-    check_prompt_logits,
-    prompt_lists,
-    prompt_log_probs,
-)
 from flashinfer_backend.serving.generation import Chunk
 
 # From this number on, log probabilities of an answer are written in a thread, so that streams go on.

@@ -19,13 +19,13 @@ from flashinfer_backend.models.pooling import read_pooling, read_prompts
 from flashinfer_backend.openai.errors import ApiError, field_error
 from flashinfer_backend.openai.formats import choice
 from flashinfer_backend.openai.link import EngineLink, Reduce, Streams, unavailable
+from flashinfer_backend.openai.log_probs import TokenTexts, chat_token, text_of
 from flashinfer_backend.openai.metrics import Metrics
 from flashinfer_backend.openai.model import Model
 from flashinfer_backend.openai.requests import Sampling
 from flashinfer_backend.openai.response_store import ResponseStore
 from flashinfer_backend.openai.sampling import Defaults, EngineLimits, Guide
 from flashinfer_backend.openai.template import ChatTemplate
-from flashinfer_backend.openai.token_lists import TokenTexts, chat_token, text_of
 from flashinfer_backend.serving.adapters import AdapterNames
 from flashinfer_backend.serving.generation import GenerationRequest
 from flashinfer_backend.text.delta import DeltaDecoder
