@@ -20,7 +20,7 @@ from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.openai import requests
 from flashinfer_backend.openai.app import LARGE_BODY, Access, make_app
 from flashinfer_backend.openai.chat import add_effort
-from flashinfer_backend.openai.encodings import MOST_MEMBERS, PIECE, decompressed
+from flashinfer_backend.openai.compressed_bodies import MOST_MEMBERS, PIECE, decompressed
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.model import Model
 from flashinfer_backend.openai.no_effect import NO_EFFECT

@@ -39,6 +39,7 @@ from flashinfer_backend.openai.adapters import (
 from flashinfer_backend.openai.anthropic import count_tokens, message, read_count, read_message
 from flashinfer_backend.openai.chat import chat, read_chat
 from flashinfer_backend.openai.completions import completions, read_completion
+from flashinfer_backend.openai.compressed_bodies import decompressed, encoding_of
 from flashinfer_backend.openai.embeddings import (
     embeddings,
     read_embeddings,
@@ -47,7 +48,6 @@ from flashinfer_backend.openai.embeddings import (
     rerank,
     score,
 )
-from flashinfer_backend.openai.encodings import decompressed, encoding_of
 from flashinfer_backend.openai.errors import ApiError, field_error
 from flashinfer_backend.openai.link import SHUTTING_DOWN, unavailable
 from flashinfer_backend.openai.metrics import Metrics, ModelState
