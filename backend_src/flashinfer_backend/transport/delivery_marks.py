@@ -9,10 +9,8 @@ alive, and keeping up, for longer.
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -20,7 +18,7 @@ from flashinfer_backend.transport import rundir
 from flashinfer_backend.transport.protocol import split_handle
 
 ENTRIES = 65536
-LOOK_AGAIN_NS = 1_000_000_000  # how often postprocessing looks which stubs are gone
+LOOK_AGAIN_NS = 1_000_000_000  # how often postprocessing maps the stubs' files anew
 
 
 def _path(run_dir: Path, pid: int) -> Path:
@@ -33,7 +31,7 @@ class DeliveryMarks:
 
     def __init__(self, run_dir: Path, pid: int) -> None:
         self._file = _path(run_dir, pid)
-        # A killed stub's leftover: processes that map it see that this is another file.
+        # A killed stub's leftover, which other processes may still map.
         self._file.unlink(missing_ok=True)
         self._times = rundir.shared_array(self._file, np.int64, (2, ENTRIES))
 
@@ -53,19 +51,12 @@ class DeliveryMarks:
         self._file.unlink(missing_ok=True)
 
 
-class Map(NamedTuple):
-    """A table of another process."""
-
-    inode: int
-    times: np.ndarray
-
-
 class DeliveryMarker:
-    """Postprocessing's access to the tables of all llm stubs."""
+    """Postprocessing's access to the marks of all llm stubs."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
-        self._maps: dict[int, Map | None] = {}  # by pid; None: that stub keeps no table
+        self._times: dict[int, np.ndarray | None] = {}  # by pid; None: that stub keeps no marks
         self._look_again = 0
 
     def mark(self, handle: int, sent_ns: int) -> None:
@@ -74,31 +65,19 @@ class DeliveryMarker:
         now = time.monotonic_ns()
         if now > self._look_again:
             self._look_again = now + LOOK_AGAIN_NS
-            self._drop_gone()
-        if pid not in self._maps:
-            self._maps[pid] = self._map(pid)
-        table = self._maps[pid]
-        if table is not None:
+            self._times.clear()  # stubs may have ended, and others have their pids
+        if pid not in self._times:
+            self._times[pid] = self._map(pid)
+        times = self._times[pid]
+        if times is not None:
             entry = local_id % ENTRIES
-            table.times[0, entry] = now
+            times[0, entry] = now
             # Of two instances that do this at once the older chunk may win, until the next one is seen.
-            if sent_ns > table.times[1, entry]:
-                table.times[1, entry] = sent_ns
+            if sent_ns > times[1, entry]:
+                times[1, entry] = sent_ns
 
-    def _map(self, pid: int) -> Map | None:
+    def _map(self, pid: int) -> np.ndarray | None:
         try:
-            with _path(self._run_dir, pid).open("r+b") as file:
-                times = np.asarray(np.memmap(file, dtype=np.int64, mode="r+", shape=(2, ENTRIES)))
-                return Map(os.fstat(file.fileno()).st_ino, times)
+            return np.asarray(np.memmap(_path(self._run_dir, pid), np.int64, "r+", shape=(2, ENTRIES)))
         except FileNotFoundError:
             return None
-
-    def _drop_gone(self) -> None:
-        """Forgets the tables of stubs that have ended. Another may have the same pid by now: another file."""
-        for pid, table in list(self._maps.items()):
-            try:
-                gone = table is None or _path(self._run_dir, pid).stat().st_ino != table.inode
-            except FileNotFoundError:
-                gone = True
-            if gone:
-                del self._maps[pid]
