@@ -190,6 +190,9 @@ REFUSED: list[tuple[Any, str, str]] = [
     ({"type": "integer", "minimum": 2**60}, "beyond 2^53", "#"),
     ({"items": {"properties": {str(n): {} for n in range(401)}}}, "401 properties that are not", "#/items"),
     ({"properties": {"a": NUMBERS}, "anyOf": [X], "unevaluatedProperties": False}, "'unevaluated", "#"),
+    ({"allOf": [{"properties": {"b": X}, "patternProperties": {"a": X}}], "unevaluatedProperties": False},
+     "'unevaluatedProperties' next to 'allOf'", "#"),
+    ({"oneOf": [{"$ref": "#/$defs/a"}, X], "$defs": {"a": {"enum": 5}}}, "'oneOf' of schemas", "#"),
     ({"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}}, "leads back to itself", "#"),
     ({"properties": {str(n): {} for n in range(30)}, "minProperties": 2}, "min/maxProperties only", ""),
 ]  # fmt: skip
