@@ -109,6 +109,7 @@ GRAMMARS: list[tuple[str, list[str], list[str]]] = [
     ('root ::= item (", " item){1,2} "."\nitem ::= [A-Z] [a-z]{2,3}', ["Abc, Def."], ["Abc.", "Ab, Def."]),
     ('root ::= "a" root "b" | ""', ["", "ab", nested(30)], ["a", "aab"]),
     ("root ::= [^a-c\\n-]+ # comment\n", ["xyz", "é😀"], ["a", "x\n", "-"]),
+    (r"root ::= [^\ue000-\uffff] | [\ud7ff-\ue000]{2}", ["\ud7ff", "😀", "\ue000\ud7ff"], ["\ue001"]),
     (r'root ::= "\x41\u00e9\"\\" [\]\-x]', ['Aé"\\]', 'Aé"\\-'], ["Aé"]),
     ('root ::= ("a" |\n  "b")\n  "c"', ["ac", "bc"], ["a"]),
     ('root ::= x{2} y?\nx ::= "a"\ny ::= .', ["aa", "aa\n"], ["a", "aaxx"]),

@@ -20,6 +20,7 @@ from flashinfer_backend.structured.grammar import GrammarError
 MOST_WORK = 100_000  # looks at parts of rules: some 0.3 s
 MOST_STATES = 500  # of all terminals at once, before their characters are terminals instead
 LAST = 0x10FFFF
+SURROGATES = 0xD800, 0xDFFF  # which no text has
 TOKEN = re.compile(
     r'\s+|\#[^\n]*|(?P<name>[A-Za-z_][\w.-]*)(?=(?P<defined>\s*::=)?)|(?P<text>"(?:\\.|[^"\\\n])*")'
     r"|(?P<cls>\[(?:\\.|[^\]\\])*\])|(?P<repeat>[*+?]|\{\s*\d+\s*(?:,\s*\d*\s*)?\})|(?P<mark>::=|[()|.])",
@@ -162,7 +163,7 @@ class _Parser:
                 raise self._wrong(self._at, f"{token[:30]} has a range from a higher to a lower character")
             ranges.append((low, high))
             i += 1
-        return _set(_complement(_sorted(ranges)) if negated else ranges)
+        return _set(_complement(_sorted([*ranges, SURROGATES])) if negated else ranges)
 
 
 def _characters(text: str) -> list[int]:
@@ -172,7 +173,7 @@ def _characters(text: str) -> list[int]:
 def _code(found: re.Match[str]) -> int:
     digits = found[1] or found[2] or found[3] or found[4]
     code = int(digits, 16) if digits else ESCAPES.get(found[5], ord(found[5])) if found[5] else ord(found[0])
-    if code > LAST or 0xD800 <= code <= 0xDFFF:
+    if code > LAST or SURROGATES[0] <= code <= SURROGATES[1]:
         raise GrammarError(f"{found[0]} is no character")
     return code
 
@@ -439,10 +440,7 @@ def _is_character(node: Node) -> bool:
 
 
 def _class(ranges: Ranges) -> str:
-    parts = []
-    for low, high in ranges:  # without the surrogates, which no text has
-        pieces = [(low, min(high, 0xD7FF)), (max(low, 0xE000), high)] if high > 0xD7FF else [(low, high)]
-        parts += [f"\\x{{{a:x}}}-\\x{{{b:x}}}" for a, b in pieces if a <= b]
-    if not parts:
+    if not ranges:
         raise GrammarError("EBNF parser error: a class has no characters")
+    parts = [f"\\x{{{low:x}}}-\\x{{{high:x}}}" for low, high in ranges]
     return f"[{''.join(parts)}]"
