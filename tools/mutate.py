@@ -44,7 +44,7 @@ TESTS = {
     ),
     "scheduler/scheduler": (
         "unit/test_scheduler.py unit/test_request_queue.py unit/test_cache_groups.py "
-        "engine/test_logits_room.py engine/test_waiting.py "
+        "engine/test_logits_room.py engine/test_waiting.py engine/test_ngram.py "
         f"{WALK}test_ten_thousand_random_steps"
     ),
     "sampling": (
