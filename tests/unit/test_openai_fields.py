@@ -67,6 +67,7 @@ MESSAGE: Any = {"messages": [], "max_tokens": 1}
         (requests.ResponsesRequest, RESPONSE, {"max_tool_calls": 3}, {"max_tool_calls": 0}),
         (requests.ResponsesRequest, RESPONSE, {"truncation": "auto"}, {"truncation": "middle"}),
         (requests.MessagesRequest, MESSAGE, {"service_tier": "standard_only"}, {"speed": "fast"}),
+        (requests.MessagesRequest, MESSAGE, {"stop_sequences": ["a"]}, {"stop_sequences": ["a", ""]}),
     ],
 )
 def test_fields_that_ask_for_nothing(kind: Any, base: Any, accepted: Any, refused: Any) -> None:

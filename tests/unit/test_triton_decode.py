@@ -37,7 +37,7 @@ def numbers(block: int, merge: int, programs: int) -> Tuned:
 
 
 def table_of(slots: np.ndarray, columns: np.ndarray) -> torch.Tensor:
-    """A block table with so many blocks of each slot, in random order, and a row of zeros."""
+    """A block table: for each slot its number of blocks, in random order, and a row of zeros."""
     order, table = iter(torch.randperm(int(columns.sum())).tolist()), torch.zeros(len(slots) + 1, 48)
     for slot, count in zip(slots.tolist(), columns.tolist(), strict=True):
         table[slot, :count] = torch.tensor([next(order) for _ in range(count)])

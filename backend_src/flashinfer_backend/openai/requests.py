@@ -36,7 +36,7 @@ Temperature = Annotated[float, Meta(ge=0.0, le=MOST)]
 TopP = Annotated[float, Meta(gt=0.0, le=1.0)]
 TopK = Annotated[int, Meta(ge=-1, le=INT32_MAX)]
 # The answer's id, and a header of it.
-RequestId = Annotated[str, Meta(pattern=r"^[!-~]{1,180}$(?!\n)")]  # a header has it
+RequestId = Annotated[str, Meta(pattern=r"^[!-~]{1,180}$(?!\n)")]
 TopLogProbs = Annotated[int, Meta(ge=0, le=MOST_TOP_LOGPROBS)]
 Factor = Annotated[float, Meta(ge=LEAST, le=MOST)]
 
@@ -107,9 +107,6 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         check_no_effect(self)
         _check_words("stop", self.stops)
         _check_words("bad_words", self.bad_words or [])
-        for name, words in (("stop", self.stops), ("bad_words", self.bad_words or [])):
-            if not all(words):
-                raise field_error(name, "holds an empty text; leave it out")
         if self.allowed_token_ids == []:
             raise field_error("allowed_token_ids", "is empty; it should hold at least one id, or be left out")
         if self.truncate_prompt_tokens == 0:
@@ -512,6 +509,8 @@ def _place(found: re.Match[str]) -> str:
 def _check_words(name: str, words: Sequence[str]) -> None:
     longest = max((len(word.encode(errors="replace")) for word in words), default=0)
     check_field(name, longest, MOST_WORD, "bytes in a word")
+    if not all(words):
+        raise field_error(name, "holds an empty text; leave it out")
 
 
 def _check_end(request: ChatRequest | TokenizeRequest) -> None:
