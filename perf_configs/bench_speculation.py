@@ -14,17 +14,20 @@ in both engines: it is what drafts that are all wrong cost even where none are t
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import math
+import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from client.arguments import argument_parser, integer, integers
+from client.arguments import argument_parser, integer, integers, positive
 from flashinfer_backend.core.arguments import require_cuda
 from flashinfer_backend.engine.start import Core
 from perf_configs.bench_engine import CONTEXT, Driver, graph_seconds, random_prompts
@@ -39,6 +42,7 @@ CASES = [
 ]
 LENGTHS = (1.0, 2.0, 2.5, 3.0)  # accepted ones
 WARM, TOKENS, SECONDS = 24, 160, 1.2  # steps before; then tokens of each answer, or seconds
+SLOW = 3.0  # times the median, from which on a step is named
 
 
 class Row(NamedTuple):
@@ -66,36 +70,65 @@ class Row(NamedTuple):
         return 0.99
 
 
-def rate(core: Core, batch: int) -> tuple[float, float, float]:
-    """Output tokens per second of `batch` greedy sequences, tokens of each step of one of them, and
-    milliseconds of the graph without drafts. The first prompts are the same for every batch, so the prefix
-    cache has them."""
+def accepted_lengths(text: str) -> list[float]:
+    lengths = sorted({positive(each) for each in text.split(",")})
+    if lengths[0] < 1:
+        raise argparse.ArgumentTypeError(f"a step makes at least 1 token, not {lengths[0]:g}")
+    return lengths
+
+
+class Rate(NamedTuple):
+    """Output tokens per second, tokens of each step of one sequence, and milliseconds of the graph without
+    drafts."""
+
+    tokens_per_s: float
+    tokens_a_step: float
+    graph_ms: float
+
+
+def rate(core: Core, batch: int, rounds: int) -> Rate:
+    """The median round of `batch` greedy sequences. The first prompts are the same for every batch, so the
+    prefix cache has them."""
+    return sorted(one_round(core, batch) for _ in range(rounds))[rounds // 2]
+
+
+def one_round(core: Core, batch: int) -> Rate:
     driver = Driver(core)
     prompts = random_prompts(batch, CONTEXT, core.spec.vocab_size, seed=0)
     driver.decode(prompts, core.config.max_seq_len - CONTEXT, warm=WARM)
-    tokens, steps, began = driver.socket.output_tokens, len(driver.shapes), time.perf_counter()
-    while driver.socket.output_tokens < tokens + batch * TOKENS and time.perf_counter() < began + SECONDS:
+    tokens, steps, times = driver.socket.output_tokens, len(driver.shapes), [time.perf_counter()]
+    while driver.socket.output_tokens < tokens + batch * TOKENS and times[-1] < times[0] + SECONDS:
         driver.step()
-    seconds = time.perf_counter() - began
+        times.append(time.perf_counter())
     tokens, steps = driver.socket.output_tokens - tokens, len(driver.shapes) - steps
+    usual = statistics.median(np.diff(times))
+    for number, each in enumerate(np.diff(times)):
+        if each > SLOW * usual:
+            print(f"{batch} at once: step {number} took {each * 1e3:.1f} ms, the median is {usual * 1e3:.2f}")
     graphs = core.runner.graphs
     graph = math.nan if graphs is None or graphs.last is None else graph_seconds(core, graphs) * 1e3
     driver.stop()
-    return tokens / seconds, tokens / steps / batch, graph
+    return Rate(tokens / (times[-1] - times[0]), tokens / steps / batch, graph)
 
 
 def measure(
-    case: str, parameters: dict[str, str], batches: list[int], drafts: int, with_head: bool = True
+    case: str,
+    parameters: dict[str, str],
+    batches: list[int],
+    drafts: int,
+    with_head: bool = True,
+    *,
+    lengths: Sequence[float],
+    rounds: int = 3,
 ) -> list[Row]:
-    """All rows of a case: by batches, and by LENGTHS as far as there are drafts for them."""
-    lengths = [length for length in LENGTHS if length <= drafts + 1]
+    """All rows of a case: by batches and by lengths, of which none is beyond what so many drafts make."""
     core = start_again(parameters, None)
     # The same tokens as with drafts: they decide which experts a step reads.
     tokens_follow(core.runner.state.model, torch.Generator().manual_seed(0))
-    plain = {batch: rate(core, batch) for batch in sorted(batches, reverse=True)}
+    plain = {batch: rate(core, batch, rounds) for batch in sorted(batches, reverse=True)}
     core.close()
     del core
-    core = start_again(parameters, make_replaying(drafts, lengths[-1], with_head=with_head))
+    core = start_again(parameters, make_replaying(drafts, max(lengths), with_head=with_head))
     assert core.runner.drafting is not None
     proposer = core.runner.drafting.proposer
     assert isinstance(proposer, Replaying)
@@ -103,9 +136,10 @@ def measure(
     for batch in batches:
         for length in lengths:
             proposer.accept(length)
-            tokens_per_s, tokens_a_step, graph = rate(core, batch)
-            without, _, plain_graph = plain[batch]
-            rows.append(Row(case, batch, length, tokens_per_s, without, tokens_a_step, graph, plain_graph))
+            found, without = rate(core, batch, rounds), plain[batch]
+            rates = found.tokens_per_s, without.tokens_per_s
+            graphs = found.graph_ms, without.graph_ms
+            rows.append(Row(case, batch, length, *rates, found.tokens_a_step, *graphs))
     core.close()
     return rows
 
@@ -143,9 +177,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--batches", type=integers(1), default=[1, 4, 16, 64, 256], metavar="N,...", help="sequences at once"
     )
+    parser.add_argument(
+        "--lengths", type=accepted_lengths, metavar="X,...", help=f"accepted ones to set (default: {LENGTHS})"
+    )
+    parser.add_argument("--rounds", type=integer(1), default=3, metavar="N", help="(default: 3)")
     parser.add_argument("--no-head", action="store_true", help="leave the head's cost out")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
     options = parser.parse_args(argv)
+    most = options.drafts + 1
+    lengths = options.lengths or [length for length in LENGTHS if length <= most]
+    if max(lengths) > most:
+        parser.error(f"--lengths: {options.drafts} drafts make no more than {most} tokens")
     own = {
         "max_num_seqs": str(max(options.batches)),
         "cuda_graph_batch_sizes": ",".join(map(str, sorted(options.batches))),
@@ -167,7 +209,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows: list[Row] = []
     for name, parameters in cases.items():
         began = time.monotonic()
-        rows += measure(name, parameters, options.batches, options.drafts, not options.no_head)
+        rows += measure(
+            name, parameters, options.batches, options.drafts, not options.no_head,
+            lengths=lengths, rounds=options.rounds,
+        )  # fmt: skip
         print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
         if options.out is not None:
             written: list[dict[str, Any]] = [row._asdict() | {"ratio": row.ratio} for row in rows]

@@ -87,7 +87,8 @@ def test_the_benchmark_has_a_row_for_each_batch_and_length(
     options = {"num_hidden_layers": 3, "vocab_size": 2000, "max_position_embeddings": 512}
     checkpoint = make_checkpoint("llama", tmp_path / "target", **options)
     own = {"device": "cpu", "max_num_seqs": "2", "max_seq_len": "512"}
-    rows = bench_speculation.measure("a", engine_parameters(str(checkpoint), "dummy", own), [1, 2], 1)
+    parameters = engine_parameters(str(checkpoint), "dummy", own)
+    rows = bench_speculation.measure("a", parameters, [1, 2], 1, lengths=[1.0, 2.0], rounds=1)
     assert [(row.batch, row.accepted) for row in rows] == [(1, 1.0), (1, 2.0), (2, 1.0), (2, 2.0)]
     assert [round(row.tokens_a_step) for row in rows] == [1, 2, 1, 2]
     assert {row.plain for row in rows if row.batch == 1} != {row.plain for row in rows if row.batch == 2}
