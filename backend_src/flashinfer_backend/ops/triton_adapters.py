@@ -124,16 +124,18 @@ def shrink_beside(
             task % SPLITS, K, SHARE, PARTS, RANK, TOKENS, COLUMNS,
         )  # fmt: skip
     if NATIVE:
-        count_arrival(arrived, last, THREADS)
+        count_arrival(arrived, last, "release", THREADS)
 
 
 @triton.jit
-def count_arrival(arrived, last, THREADS: tl.constexpr):
-    """Add 1, once all threads are here, or after `last` begin again at 0: so the next launch finds 0."""
+def count_arrival(arrived, last, ORDER: tl.constexpr, THREADS: tl.constexpr):
+    """Add 1, once all threads are here, or after `last` begin again at 0: so the next launch finds 0.
+    ORDER: "release", so that who waits sees what this program wrote, or "relaxed", which costs no wait."""
     tl.debug_barrier()
+    ADD: tl.constexpr = "@first red." + ORDER + ".gpu.global.inc.u32 [$1], $2; mov.u32 $0, 0; }"
     tl.inline_asm_elementwise(
-        "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0;"
-        " @first red.release.gpu.global.inc.u32 [$1], $2; mov.u32 $0, 0; }", "=r,l,r",
+        "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0; " + ADD,
+        "=r,l,r",
         [tl.full([THREADS], 0, tl.int64) + arrived.to(tl.int64), tl.full([THREADS], 0, tl.int32) + last],
         dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip

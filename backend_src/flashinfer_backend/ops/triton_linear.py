@@ -208,7 +208,6 @@ def _product(
             up_matrix = side_by_side(up_adapters, listed, rows + n, height, height, 0, RANK, STEP)
         if NATIVE:
             await_shrink(arrived, shrinkers, THREADS)
-            count_arrival(arrived, last_arrival, THREADS)
         sums = inner_sums(inner, t, mine >= 0, 0, part, tokens, PARTS, RANK, SPLITS, STEP)
         up_sums = sums
         if GATED:
@@ -222,6 +221,8 @@ def _product(
                 up, up_matrix, up_sums, listed, mine, count, inner, up_adapters, distinct, t, rows + n,
                 PARTS - 1, tokens, height, height, PARTS, RANK, SPLITS, STEP, SWAP,
             )  # fmt: skip
+        if NATIVE:  # here, where nothing of the program waits for it
+            count_arrival(arrived, last_arrival, "relaxed", THREADS)
     if SWAP:
         acc = acc.T
         up = up.T
