@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import copy
 import importlib.util
 import os
 import random
-import signal
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -24,11 +25,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from shutil import copytree, ignore_patterns
 
+import psutil
+
 from client.arguments import integer
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "backend_src/flashinfer_backend"
 LEAST = 0.85
+MOST_PROCESSES = 200  # of the tests at a time
+MARK = "FLASHINFER_BACKEND_MUTANT"  # a variable of the environment
 
 # Tests by folder, or by module where it has separate ones. The first failure ends a run: quick files first.
 WALK = "engine/test_scheduler_walk.py::"
@@ -168,28 +173,40 @@ def mutants(root: Path, path: Path) -> list[Mutant]:
 
 
 def run(tree: Path, tests: list[str], limit_s: float) -> bool:
-    """Whether the tests pass in the tree within the limit."""
-    environment = {**os.environ, "PYTHONPATH": f"{tree / 'backend_src'}{os.pathsep}{tree}"}
+    """Whether the tests pass in the tree within the limit. All processes that they started end then: broken
+    code may start some without end."""
+    mark = secrets.token_hex()
+    environment = {**os.environ, MARK: mark, "PYTHONPATH": f"{tree / 'backend_src'}{os.pathsep}{tree}"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
-    pytest = subprocess.Popen(
-        command,
-        cwd=tree,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        output = pytest.communicate(timeout=limit_s)[0]
-    except subprocess.TimeoutExpired:
-        return False
-    finally:
-        if pytest.poll() is None:  # too slow, or this process is interrupted
-            os.killpg(pytest.pid, signal.SIGKILL)
-            pytest.communicate()
-    if pytest.returncode not in (0, 1, 2):  # 2: a test file that cannot be imported
-        raise RuntimeError(f"{' '.join(command)} ended with {pytest.returncode}:\n{output.decode()[-2000:]}")
-    return pytest.returncode == 0
+    until = time.monotonic() + limit_s
+    with tempfile.TemporaryFile() as output:
+        pytest = subprocess.Popen(command, cwd=tree, env=environment, stdout=output, stderr=output)
+        try:
+            while pytest.poll() is None and time.monotonic() < until and len(marked(mark)) < MOST_PROCESSES:
+                time.sleep(0.3)
+            code = pytest.poll()
+        finally:
+            pytest.kill()
+            pytest.wait()
+            while left := marked(mark):
+                for process in left:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
+                psutil.wait_procs(left, timeout=1)
+        output.seek(0)
+        if code not in (None, 0, 1, 2):  # 2: a test file that cannot be imported
+            raise RuntimeError(f"{' '.join(command)} ended with {code}:\n{output.read().decode()[-2000:]}")
+    return code == 0
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Processes that were started with this MARK."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(MARK) == mark:
+                found.append(process)
+    return found
 
 
 def survivors(tree: Path, sample: list[Mutant], tests: dict[Path, list[str]]) -> list[Mutant]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tools.mutate import ROOT, TESTS, mutants, survivors
+import psutil
+
+from tools.mutate import ROOT, TESTS, mutants, run, survivors
 
 SOURCE = '''"""A docstring of 3 words."""
 import logging
@@ -39,6 +41,14 @@ def test_what_tests_notice_and_what_they_do_not(tmp_path: Path) -> None:
     ]
     assert survivors(tmp_path, made, {path: ["test_tiny.py"]}) == made[-1:]
     assert (tmp_path / path).read_text() == SOURCE
+
+
+def test_what_tests_leave_running_is_ended(tmp_path: Path) -> None:
+    left = "Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)"
+    test = f"import sys\nfrom subprocess import Popen\n\ndef test():\n    open('pid', 'w').write(str({left}.pid))\n"
+    (tmp_path / "test_left.py").write_text(test)
+    assert run(tmp_path, ["test_left.py"], 60)
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
 def test_every_test_that_it_runs_is_there() -> None:
