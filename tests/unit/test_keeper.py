@@ -277,6 +277,7 @@ def test_a_model_has_one_keeper_which_goes_with_the_last_stub(run_dir: Path) -> 
     other.ensure()
     other.leave()  # the first stub is still there
     assert read_keeper(run_dir) == keeper and keeper is not None and keeper.alive and engine.alive
+    assert "--stay" not in psutil.Process(keeper.pid).cmdline()  # should the stub be killed
     stub.leave()
     assert not keeper.alive and not engine.alive and not run_dir.exists()
 
