@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -357,6 +358,17 @@ def test_a_place_for_run_directories_that_cannot_be_used_is_told_with_what_to_se
     said = r"flashinfer-backend-0 cannot be made \(Not a directory\); set XDG_RUNTIME_DIR to another folder"
     with pytest.raises(OSError, match=said):
         rundir.claim(tmp_path / "file" / "flashinfer-backend-0" / "1-llm")
+
+
+def test_a_run_directory_is_no_longer_than_a_sockets_address_allows() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        longest = Path(folder, "runs", f"{os.getpid()}-").as_posix()
+        longest += "m" * (88 - len(longest))
+        rundir.create(Path(longest))
+        with socket.socket(socket.AF_UNIX) as stub:
+            stub.bind(f"{longest}/stubs/4194304.sock")
+        with pytest.raises(ValueError, match=r"longer than 88 characters, .*; set XDG_RUNTIME_DIR"):
+            rundir.create(Path(longest + "m"))
 
 
 def test_servers_that_start_while_others_end_get_their_run_directories(tmp_path: Path) -> None:
