@@ -92,6 +92,15 @@ def test_a_stub_that_starts_a_program_counts_once(start: Start, tmp_path: Path) 
     assert [found.pid for found in stub_processes.stubs_of(SERVER)] == [stub.pid]
 
 
+def test_a_process_that_only_looks_like_a_stub_ends_no_server() -> None:
+    """serve looks at all processes; one whose second word was no model's path ended it."""
+    line = [NAME, "-c", "input()", "1", "1", str(SERVER)]
+    with subprocess.Popen(line, executable=sys.executable, stdin=subprocess.PIPE) as process:
+        wait_for(lambda: stub_processes.find_stub(process.pid) is not None)
+        assert [stub.model for stub in stub_processes.stubs_of(SERVER)] == [""]
+        process.communicate(b"\n")
+
+
 def test_a_stub_whose_server_has_ended_takes_nobody_else_for_it() -> None:
     """Its parent is another process then; an engine of that one would live as long as it."""
     code = "from flashinfer_backend.core.paths import owner_pid; print(owner_pid())"

@@ -132,7 +132,7 @@ def find_stub(pid: int) -> Stub | None:
         if os.stat(f"/proc/{pid}").st_uid != os.getuid():
             return None
         if words := processes.stub_words(pid):
-            return Stub(pid, words[5], words[2], Path(words[1]).parents[1].name, rundir.start_ticks(pid))
+            return Stub(pid, words[5], words[2], Path(words[1]).parent.parent.name, rundir.start_ticks(pid))
     return None
 
 
