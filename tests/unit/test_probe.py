@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import re
+import resource
 import socket
 import time
 import urllib.error
@@ -17,6 +19,7 @@ import pytest
 from answering import answering, response
 from flashinfer_backend.launch.probe import problem
 from flashinfer_backend.transport.maintenance_server import RESTARTING, maintenance_server
+from waiting import wait_for
 
 LOCAL = ipaddress.ip_address("127.0.0.1")
 
@@ -122,3 +125,34 @@ def test_the_maintenance_server_answers_until_the_next_server_listens() -> None:
         assert outcomes(port) == {"other"}
     assert outcomes(port) == {"other"}
     new.close()
+
+
+def test_the_maintenance_server_reads_no_more_than_it_should_and_no_longer() -> None:
+    with listen() as unused:
+        port = unused.getsockname()[1]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with maintenance_server(LOCAL, port):
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as sock:
+            sock.sendall(b"POST / HTTP/1.1\r\ncontent-length: -1\r\n\r\n")
+            with contextlib.suppress(OSError):  # it has been answered
+                for _ in range(100):
+                    sock.sendall(b"x" * (1 << 20))
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 << 10
+        for begun in (b"GET / HTTP/1.1\r\n", b"POST / HTTP/1.1\r\ncontent-length: 999999\r\n\r\n"):
+            with socket.create_connection(("127.0.0.1", port), timeout=60) as sock:
+                sock.sendall(begun)
+                sock.settimeout(0.2)
+                wait_for(lambda sock=sock: _answer_to_a_slow_client(sock), timeout_s=30)
+        slow = socket.create_connection(("127.0.0.1", port), timeout=60)
+        slow.sendall(b"GET / HTTP/1.1\r\n")
+        assert outcomes(port) == {"maintenance"}  # later ones: that one has been taken
+    with slow:  # whose request is not waited for
+        slow.settimeout(0.2)
+        wait_for(lambda: _answer_to_a_slow_client(slow), timeout_s=30)
+
+
+def _answer_to_a_slow_client(sock: socket.socket) -> bytes:
+    sock.sendall(b"a")
+    with contextlib.suppress(TimeoutError):
+        return sock.recv(4096)
+    return b""

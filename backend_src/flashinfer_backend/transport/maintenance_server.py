@@ -15,8 +15,10 @@ import json
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 from flashinfer_backend.transport.addresses import Address
 
@@ -40,7 +42,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """200, or 503 with the reason."""
         with contextlib.suppress(OSError, ValueError):  # an answer before the body was read would be lost
-            self.rfile.read(min(int(self.headers.get("Content-Length", "0")), LARGEST_BODY))
+            self.rfile.read(max(0, min(int(self.headers.get("Content-Length", "0")), LARGEST_BODY)))
         body = self.server.answer(self.path.partition("?")[0])
         live = body is None
         with contextlib.suppress(OSError):
@@ -67,6 +69,7 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, address: Address, port: int, answer: Answer, listener: socket.socket | None) -> None:
         self.answer = answer
+        self._began: dict[socket.socket, float] = {}  # by connection; those that are open
         self.address_family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
         super().__init__((str(address), port), _Handler, bind_and_activate=listener is None)
         if listener is not None:
@@ -86,6 +89,31 @@ class _Server(ThreadingHTTPServer):
         with contextlib.suppress(OSError):  # then each is given some
             where = struct.pack("@HP", 1, ctypes.addressof(program))
             self.socket.setsockopt(socket.SOL_SOCKET, so_attach_reuseport_cbpf, where)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._began[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._began.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        self._cut(READ_S)
+
+    def server_close(self) -> None:
+        super().server_close()
+        late = threading.Timer(READ_S, self._cut, [0.0])  # requests on their way are answered still
+        late.daemon = True
+        late.start()
+
+    def _cut(self, after_s: float) -> None:
+        """Reads no more of connections that are this old: each is answered by what has come of its request. A
+        handler's own timeout is for one read: a client that sends a byte a second never meets it."""
+        for request, began in list(self._began.items()):
+            if time.monotonic() >= began + after_s:
+                with contextlib.suppress(OSError):  # its client has left
+                    request.shutdown(socket.SHUT_RD)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A client that leaves is no news."""
