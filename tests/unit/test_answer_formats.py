@@ -198,6 +198,11 @@ CASES: dict[str, tuple[Make, str, list[Event]]] = {
             ("llama3_json", f'<|python_tag|>{{"name": "weather", "parameters": {PARIS}}}', PARIS),
         )
     },
+    "what could begin a mark before a call in reasoning": (
+        maker("hermes", "think"),
+        f"<think>1 <{HERMES}",
+        [Event(REASONING, "1 <"), *called("weather", PARIS)],
+    ),
     "a call in reasoning that is closed": (
         maker("hermes", "think"),
         f"<think>I write {HERMES}, no?</think>Yes.",

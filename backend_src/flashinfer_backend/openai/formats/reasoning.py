@@ -43,7 +43,8 @@ class ThinkReader:
                 self._state, self._text = "closed", after
             else:
                 at = self._call()
-                safe, held = split_held(self._text[:at], CLOSE, *self._marks)
+                marks = () if at < len(self._text) else (CLOSE, *self._marks)
+                safe, held = split_held(self._text[:at], *marks)
                 events.append(Event(REASONING, safe))
                 self._text = held + self._text[at:]
         if self._state == "closed":
