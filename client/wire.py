@@ -213,14 +213,9 @@ def _read_event(backend: str, event: Any, time: float, summary: StreamSummary) -
     held = {name for name, value in delta.items() if value is not None}
     if not held - {"role"} and (summary.finish_reason is None or summary.chunk_times):
         return None  # it announces the role, before there is a token, or says why the answer ended
-    text = delta_text(delta)
+    text = delta_thought(delta) + (delta.get("content") or "")
     # The announcement of the role may hold an empty text.
     return None if "role" in delta and not text and summary.finish_reason is None else text
-
-
-def delta_text(delta: dict[str, Any]) -> str:
-    """The text of a chat's `delta`: what the model thinks, then what it says."""
-    return delta_thought(delta) + (delta.get("content") or "")
 
 
 def delta_thought(delta: dict[str, Any]) -> str:

@@ -28,9 +28,6 @@ OURS, PEER = "ours", "vllm"  # PEER: whom a report without any other compares wi
 OWN = (OURS, "ours-openai")  # this backend's doors; each is compared with every peer
 PACKAGES = ("torch", "flashinfer-python", "numpy", "aiohttp", "uvloop")
 ALL_RUNS = "## All runs"
-RATIO = (
-    "Ratio is ours / the peer's; lower is better for times. Of several runs: the median (lowest to highest)."
-)
 Run = dict[str, Any]
 Document = dict[str, Any]
 Key = tuple[str, str, Configuration, str, float, int]

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from flashinfer_backend.core.output import say
 from flashinfer_backend.core.paths import replica_of, run_dir
-from flashinfer_backend.transport.keeper_handle import end_engines
 from flashinfer_backend.transport.records import read_engine, read_keeper
 from flashinfer_backend.transport.restarts import STOPPED_S, Stopped
 
@@ -60,8 +59,3 @@ def run_dirs() -> list[Path]:
     """The run directories of the models of this process's server."""
     mine = os.getpid()
     return list(run_dir(mine, "").parent.glob(f"{mine}-*"))
-
-
-def end_all_engines() -> None:
-    """Ends them and their keepers, and removes the run directories."""
-    end_engines(run_dirs())

@@ -19,12 +19,13 @@ from functools import partial
 
 from flashinfer_backend.core.output import say
 from flashinfer_backend.core.paths import SERVE_PID, processes_dir
-from flashinfer_backend.launch.engine_watch import end_all_engines
+from flashinfer_backend.launch.engine_watch import run_dirs
 from flashinfer_backend.launch.environments import remove_environments
 from flashinfer_backend.launch.openai_api import OpenAiApi
 from flashinfer_backend.launch.server_run import ERRORS_S, TICK_S, Policy, ServerRun
 from flashinfer_backend.transport.addresses import Address, reachable_at
 from flashinfer_backend.transport.door_states import OPENAI, TRITON, DoorStates
+from flashinfer_backend.transport.keeper_handle import end_engines
 from flashinfer_backend.transport.maintenance_server import maintenance_server
 from flashinfer_backend.transport.restarts import Restarts
 from flashinfer_backend.triton_server.freeze_guard import FreezeGuard
@@ -96,7 +97,7 @@ class Watchdog:
             self._openai_api.close()
             self._door_states.close()
             counting.close()
-            end_all_engines()
+            end_engines(run_dirs())
 
     def _stop(self, *_: object) -> None:
         self._asked_at = self._asked_at or time.monotonic()

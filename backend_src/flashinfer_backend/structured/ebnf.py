@@ -115,7 +115,8 @@ class _Parser:
             if kind == "name":
                 part = Node("ref", name=token)
             elif kind == "text":
-                part = _joined([Node("set", ranges=((c, c),)) for c in _characters(token[1:-1])])
+                codes = map(_code, CHARACTER.finditer(token[1:-1]))
+                part = _joined([Node("set", ranges=((code, code),)) for code in codes])
             elif kind == "cls":
                 part = self._class(token)
             elif kind == "mark" and token == ".":
@@ -164,10 +165,6 @@ class _Parser:
             ranges.append((low, high))
             i += 1
         return _set(_complement(_sorted([*ranges, SURROGATES])) if negated else ranges)
-
-
-def _characters(text: str) -> list[int]:
-    return [_code(found) for found in CHARACTER.finditer(text)]
 
 
 def _code(found: re.Match[str]) -> int:

@@ -190,15 +190,15 @@ def _sampling_params(
         raise ValueError(f"repetition_penalty is {repetition_penalty:g}; it should be greater than 0")
     grammar_type, guide = _guide(reader, limits, row)
     bias_ids, bias_values = embedding_bias(reader.tensors, row, limits.vocab_size)
-    perf = reader.either_flag(row, "return_perf_metrics", "return_kv_cache_reuse_stats")
+    perf = reader.flag(row, "return_perf_metrics") or reader.flag(row, "return_kv_cache_reuse_stats")
     return SamplingParams(
         max_tokens=reader.integer(row, "request_output_len", 0, at_least=1),
-        min_tokens=reader.either_integer(row, "min_tokens", "min_length", at_least=0),
+        min_tokens=reader.either_integer(row, "min_tokens", "min_length"),
         end_id=reader.integer(row, "end_id", -1),
         temperature=0.0 if greedy else temperature,
         top_k=top_k,
         top_p=top_p or 1.0,
-        seed=reader.either_integer(row, "seed", "random_seed", at_least=0),
+        seed=reader.either_integer(row, "seed", "random_seed"),
         repetition_penalty=repetition_penalty,
         presence_penalty=reader.number(row, "presence_penalty", 0.0),
         frequency_penalty=reader.number(row, "frequency_penalty", 0.0),
@@ -276,8 +276,8 @@ class _Reader:
             raise ValueError(f"{_known_as(name)} is {value:g}; it should be at least {at_least:g}")
         return float(value)
 
-    def either_integer(self, row: int, name: str, older_name: str, at_least: int) -> int:
-        """An input with two names; 0 when neither is given."""
+    def either_integer(self, row: int, name: str, older_name: str) -> int:
+        """An input of at least 0 with two names; 0 when neither is given."""
         both = [(n, self.scalar(row, n)) for n in (name, older_name)]
         given = [(n, value) for n, value in both if value is not None]
         if len(given) == 2 and given[0][1] != given[1][1]:
@@ -285,11 +285,7 @@ class _Reader:
                 f"{name} is {given[0][1]} and {older_name} is {given[1][1]}: they are two names of one value;"
                 " give one, or the same value twice"
             )
-        return self.integer(row, given[0][0], 0, at_least) if given else 0
-
-    def either_flag(self, row: int, name: str, older_name: str) -> bool:
-        """A flag with two names: true when either is."""
-        return self.flag(row, name) or self.flag(row, older_name)
+        return self.integer(row, given[0][0], 0, at_least=0) if given else 0
 
     def strings(self, row: int, name: str) -> list[str]:
         """A row's strings of a BYTES input [B, n]."""

@@ -150,7 +150,6 @@ class MistralReader(MarkedReader):
     def _begin_call(self) -> None:
         self._list: CallListScanner | None = None
         self._value: ValueScanner | None = None
-        self._raw = ""
 
     def _read_call(self, events: list[Event]) -> bool:
         if self._list is None and self._value is None:
