@@ -280,6 +280,18 @@ def test_endless_headers_are_refused() -> None:
     with running() as server, server.connect(WHOLE[:-4].replace(b": 4", b": 300000")) as sock:
         sock.sendall(b"x" * 300_000)
         assert sock.recv(4096).startswith(b"HTTP/1.1 200 "), "a body is no header"
+    chunked = b"POST /echo HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n4\r\nbody\r\n"
+    for begun in (b"0\r\n", b"0\r\nx: ", b"4;x=", b"4;x=y\r\nmore\r\n4;x="):  # trailers, extensions
+        with running() as server, server.connect(chunked + begun) as sock:
+            with contextlib.suppress(OSError):
+                for _ in range(20 * MOST_HEADER_BYTES // 1000):
+                    sock.sendall(b"y" * 995 + (b":z\r\n" if begun == b"0\r\n" else b"y"))
+            wait_for(lambda server=server: server.errors == [431], timeout_s=20)
+    with running() as server, server.connect(chunked) as sock:
+        for size in (1, 70_000, 5) * 20:
+            sock.sendall(b"%x;x=%s\r\n%s\r\n" % (size, b"y" * 60_000, b"z" * size))
+        sock.sendall(b"0\r\nx: y\r\n\r\n")
+        assert sock.recv(4096).startswith(b"HTTP/1.1 200 "), "a chunk begins anew"
 
 
 def test_bodies_that_arrive_at_the_same_time_are_bounded_together() -> None:

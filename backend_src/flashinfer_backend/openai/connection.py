@@ -24,7 +24,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from flashinfer_backend.openai.errors import RETRY_S, ApiError
 from flashinfer_backend.openai.request_ids import new_id
 
-MOST_HEADER_BYTES = 1 << 16  # of a request's line and headers, in addition to the first read
+# Of a request's line and headers, of what stands between two parts of its body, or behind the last one, each
+# in addition to the read in which it begins.
+MOST_HEADER_BYTES = 1 << 16
 
 # A client's request has this long to follow its connection, however many others come at the same time.
 ARRIVES_S = 0.05
@@ -123,7 +125,7 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._deadline: asyncio.TimerHandle | None = None
         self._arriving = self._in_headers = False  # a request
-        self._header_bytes = 0
+        self._header_bytes = self._read_bytes = 0
         self._unanswered = 0  # requests whose headers are there
         self._whole = 0  # of these, those whose bodies are there as well
         self._ended = False  # the client sends nothing more
@@ -166,10 +168,10 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._transport.is_closing():
             return
-        in_headers = self._in_headers
-        if in_headers or not self._arriving:
+        if self._in_headers or not self._arriving:
             headers, end, rest = data.partition(b"\r\n\r\n")
             data = UPGRADE.sub(b"", headers) + end + rest
+        self._read_bytes = len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError:
@@ -177,10 +179,11 @@ class Connection(asyncio.Protocol):
             return
         except httptools.HttpParserUpgrade:
             pass  # its header came in pieces
-        if in_headers and self._in_headers:
+        if self._arriving:
             self._header_bytes += len(data)
             if self._header_bytes > MOST_HEADER_BYTES:
-                self._refuse(431, f"the request's headers have more than {MOST_HEADER_BYTES} bytes")
+                where = "headers" if self._in_headers else "chunks' extensions or trailers"
+                self._refuse(431, f"the request's {where} have more than {MOST_HEADER_BYTES} bytes")
                 return
         _connection.set(self)
         self._inner.data_received(data)
@@ -208,12 +211,15 @@ class Connection(asyncio.Protocol):
         self._loop.call_later(again_s, self._look, LOOK_S)
 
     def on_message_begin(self) -> None:
-        """The parser's, as are the next two."""
-        self._arriving, self._in_headers, self._header_bytes = True, True, 0
+        """The parser's, as are the next three."""
+        self._arriving, self._in_headers, self._header_bytes = True, True, -self._read_bytes
 
     def on_headers_complete(self) -> None:
         self._in_headers = False
         self._unanswered += 1
+
+    def on_body(self, body: bytes) -> None:
+        self._header_bytes = -self._read_bytes
 
     def on_message_complete(self) -> None:
         self._arriving = False
