@@ -84,6 +84,17 @@ def test_fields_that_ask_for_nothing(kind: Any, base: Any, accepted: Any, refuse
         ({"guided_choice": []}, None, "guided_choice should hold"),
         ({"structured_outputs": {"choice": [""]}}, None, "structured_outputs.choice should hold"),
         ({}, requests.ResponseFormat("json_schema"), "text.format of type json_schema should hold"),
+        ({}, requests.ResponseFormat("text", {"schema": {}}), 'text.format of type text should have no "sch'),
+        (
+            {},
+            requests.ResponseFormat("json_object", {"schema": {}}),
+            "text.format of type json_object should",
+        ),
+        (
+            {},
+            requests.ResponseFormat("json_schema", {"schema": {}, "x": 1}),
+            "text.format of type json_schema",
+        ),
         ({"guided_json": {}}, requests.ResponseFormat("json_object"), "text.format and guided_json: "),
         ({"structured_outputs": {"regex": "a", "json": "{}"}}, None, "structured_outputs: there are 2"),
     ],
@@ -94,6 +105,17 @@ def test_errors_of_guides_name_the_field_that_was_sent(more: Any, form: Any, mes
         guide_of(form, request, "text.format")
     assert wrong.value.message.startswith(message)
     assert wrong.value.param == (list(more) or ["text.format"])[0]
+
+
+@pytest.mark.parametrize(("kind", "given"), [
+    ("text", {"schema": None}),
+    ("json_object", None),
+    ("json_schema", {"name": "a", "schema": {}, "strict": True, "description": None}),
+])  # fmt: skip
+def test_formats_of_answers_and_what_they_can_have(kind: Any, given: Any) -> None:
+    request = requests.decode(requests.ResponsesRequest, json.dumps(RESPONSE).encode())
+    guide = guide_of(requests.ResponseFormat(kind, given), request)
+    assert guide.kind == ("" if kind == "text" else "json_schema")
 
 
 @pytest.mark.parametrize(("body", "place"), [

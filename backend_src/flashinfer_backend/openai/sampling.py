@@ -14,6 +14,7 @@ import msgspec
 from flashinfer_backend.core.bounds import WORD_IDS
 from flashinfer_backend.core.checkpoint_json import check_kinds, read_object_if_there
 from flashinfer_backend.core.sampling_params import CHOICE_GUIDE, GREEDY_TEMPERATURE, SamplingParams
+from flashinfer_backend.core.values import shown
 from flashinfer_backend.openai.bounds import check_field
 from flashinfer_backend.openai.errors import ApiError, field_error
 from flashinfer_backend.openai.requests import (
@@ -29,6 +30,7 @@ from flashinfer_backend.openai.requests import (
 from flashinfer_backend.text.tokenizer import TextTokenizer
 
 ANY_OBJECT = {"type": "object", "additionalProperties": True}
+OF_SCHEMAS = "name", "description", "schema", "strict"  # next to the type json_schema
 
 
 class Guide(NamedTuple):
@@ -238,10 +240,15 @@ def guide_of(
     """What an answer has to follow. format_field: where the request has the format. Raises ApiError for a
     wrong guide, and for more than one."""
     guides = []
-    if response_format is not None and response_format.type == "json_object":
+    kind = "text" if response_format is None else response_format.type
+    given = (response_format and response_format.json_schema) or {}
+    for name, value in given.items():
+        if value is not None and not (kind == "json_schema" and name in OF_SCHEMAS):
+            raise field_error(format_field, f"of type {kind} should have no {shown(name)}")
+    if kind == "json_object":
         guides.append(schema_guide(ANY_OBJECT, format_field))
-    elif response_format is not None and response_format.type == "json_schema":
-        schema = (response_format.json_schema or {}).get("schema")
+    elif kind == "json_schema":
+        schema = given.get("schema")
         if not isinstance(schema, dict):
             raise field_error(
                 format_field, "of type json_schema should hold a name and, under schema, a JSON schema"
