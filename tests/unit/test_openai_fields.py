@@ -24,7 +24,7 @@ from flashinfer_backend.openai.compressed_bodies import MOST_MEMBERS, PIECE, dec
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.model import Model
 from flashinfer_backend.openai.no_effect import NO_EFFECT
-from flashinfer_backend.openai.sampling import guide_of
+from flashinfer_backend.openai.sampling import EngineLimits, check_ids, guide_of
 from flashinfer_backend.openai.served_model import ServedModel
 from flashinfer_backend.openai.template import ChatTemplate
 from scripted_model import QWEN_TEMPLATE
@@ -116,6 +116,15 @@ def test_formats_of_answers_and_what_they_can_have(kind: Any, given: Any) -> Non
     request = requests.decode(requests.ResponsesRequest, json.dumps(RESPONSE).encode())
     guide = guide_of(requests.ResponseFormat(kind, given), request)
     assert guide.kind == ("" if kind == "text" else "json_schema")
+
+
+@pytest.mark.parametrize("key", ["1_0", "010", "+10", " 10", "１０", "-0"])
+def test_an_id_is_written_in_one_way(key: str) -> None:
+    """Else two keys of a bias could be one id, and one of them be without effect."""
+    limits = EngineLimits(2048, 64, 63)
+    assert check_ids("logit_bias", {"10": 1.0, "0": 1.0}, limits) == [10, 0]
+    with pytest.raises(ApiError, match=r'^logit_bias holds ".*"; it should be "1?0"$'):
+        check_ids("logit_bias", {"10": 1.0, key: -1.0}, limits)
 
 
 @pytest.mark.parametrize(("body", "place"), [

@@ -226,6 +226,8 @@ def check_ids(place: str, ids: Iterable[int | str], limits: EngineLimits) -> lis
             token = -1
         if not 0 <= token < limits.vocab_size:
             raise field_error(place, f"holds {given}; token ids should lie in 0..{limits.vocab_size - 1}")
+        if str(token) != str(given):  # two keys of an object could be one id
+            raise field_error(place, f"holds {shown(given)}; it should be {shown(str(token))}")
         found.append(token)
     return found
 
