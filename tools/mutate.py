@@ -68,6 +68,7 @@ TESTS = {
     "transport/loads": "unit/test_router.py",
     "transport/stub_processes": "unit/test_stub_processes.py unit/test_other_users.py unit/test_watchdog.py",
     "transport/peers": "unit/test_keeper.py",
+    "transport/protocol": "unit/test_responder.py unit/test_accepting.py engine/test_engine_socket.py",
     "transport/prefixes": "unit/test_router.py",
     "transport/rundir": "unit/test_keeper.py unit/test_stub_processes.py unit/test_other_users.py",
     "transport/delivery_marks": "unit/test_client_watch.py",
