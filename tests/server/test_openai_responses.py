@@ -196,7 +196,7 @@ def test_a_conversation_that_the_server_keeps(scripted: OpenAiServer) -> None:
         *_, last = client.responses.create(**ask, input=[result], previous_response_id=first.id, stream=True)
         second = last.response  # type: ignore[union-attr]
         assert (second.output_text, second.previous_response_id) == ("It rains in Ulm.", first.id)
-        # The same as with all items sent, and without the earlier instructions.
+        # The same as with all items sent or referred to, and without the earlier instructions.
         sent: Any = [
             {"role": "user", "content": "Weather?"},
             *[item.to_dict() for item in first.output],
@@ -204,6 +204,11 @@ def test_a_conversation_that_the_server_keeps(scripted: OpenAiServer) -> None:
         ]
         whole = client.responses.create(**ask, input=sent, store=False)
         assert whole.usage and second.usage and whole.usage.input_tokens == second.usage.input_tokens
+        sent[1:3] = [{"type": "item_reference", "id": item.id} for item in first.output]
+        referring = client.responses.create(**ask, input=sent)
+        assert referring.usage and referring.usage.input_tokens == whole.usage.input_tokens
+        more: Any = {"previous_response_id": referring.id, "input": "And now?"}
+        assert client.responses.create(**ask, **more).output_text == "It rains in Ulm."
         again = client.responses.create(**ask, input="And now?", previous_response_id=second.id)
         assert again.usage and again.usage.input_tokens > second.usage.input_tokens
         assert client.responses.retrieve(second.id).to_dict() == second.to_dict()
@@ -220,7 +225,7 @@ def test_a_conversation_that_the_server_keeps(scripted: OpenAiServer) -> None:
         with pytest.raises(
             openai.BadRequestError
         ) as refused:  # items that this request brings have its numbers
-            wrong: Any = [{"role": "user", "content": "Hm"}, {"type": "item_reference", "id": "x"}]
+            wrong: Any = [{"role": "user", "content": "Hm"}, {"type": "other", "id": "x"}]
             client.responses.create(**ask, input=wrong, previous_response_id=first.id)
         assert "input[1].type is" in str(refused.value)
 

@@ -31,7 +31,7 @@ from flashinfer_backend.openai.link import Stream, Streams
 from flashinfer_backend.openai.model import Model
 from flashinfer_backend.openai.requests import ChatRequest, ResponsesRequest, decode
 from flashinfer_backend.openai.response_store import ResponseStore
-from flashinfer_backend.openai.responses import messages_of, offered_tools
+from flashinfer_backend.openai.responses import messages_of, offered_tools, without_references
 from flashinfer_backend.openai.sampling import NO_TOKENS, Defaults, EngineLimits, Length, sampling_params
 from flashinfer_backend.openai.served_model import ServedModel
 from flashinfer_backend.openai.template import ChatTemplate, plain_messages
@@ -710,3 +710,31 @@ def test_bytes_and_number_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(response_store, "MOST_STORED", 3)
     put(store, "f")
     assert kept_of(store, "c", "d", "e", "f") == [False, True, True, True]
+
+
+def test_references_to_items_of_kept_responses() -> None:
+    store = ResponseStore(1000)
+    served: Any = SimpleNamespace(store=store)
+    message, call = {"id": "msg_1", "type": "message"}, {"id": "fc_1", "type": "function_call"}
+    store.put("a", [], {"id": "a", "output": [message, call]})
+    user = {"role": "user", "content": "Hi"}
+
+    def referring(*ids: object) -> list[dict[str, Any]]:
+        return without_references(served, [user, *({"type": "item_reference", "id": each} for each in ids)])
+
+    assert referring() == [user]
+    assert referring("fc_1", "msg_1") == [user, call, message]
+    for ids, told in (
+        (("msg_1", "fc_1", "msg_1"), "input[3] refers to the same item as input[1]"),
+        (("msg_1", "msg_2"), 'input[2] refers to "msg_2", which is not kept'),
+        ((None,), "input[1].id is null; it should be a text"),
+    ):
+        with pytest.raises(ApiError) as refused:
+            referring(*ids)
+        assert refused.value.message.startswith(told)
+    store.delete("a")
+    with pytest.raises(ApiError, match="is not kept"):
+        referring("msg_1")
+    served.store = None
+    with pytest.raises(ApiError, match=r"^input\[1\] needs kept responses: .*--store-mib"):
+        referring("msg_1")

@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses that a process keeps in memory, for requests that go on from them."""
+"""Responses that a process keeps in memory, for requests that go on from them or refer to their items."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from flashinfer_backend.core.bounds import MOST_STORED
 from flashinfer_backend.openai.errors import ApiError
+
+
+class _Output(msgspec.Struct):
+    """What is read of a response for references to its items."""
+
+    output: list[dict[str, Any]] = []
 
 
 class ResponseStore:
@@ -21,6 +27,7 @@ class ResponseStore:
     def __init__(self, most: int) -> None:
         self._most, self._held = most, 0
         self._kept: OrderedDict[str, tuple[bytes, bytes]] = OrderedDict()
+        self._makers: dict[str, str] = {}  # the response of each item of a kept one's output
         self._lock = threading.Lock()
 
     def put(self, name: str, items: Sequence[dict[str, Any]], response: dict[str, Any]) -> None:
@@ -31,9 +38,16 @@ class ResponseStore:
             return
         with self._lock:
             while self._kept and (self._held + size > self._most or len(self._kept) >= MOST_STORED):
-                self._held -= sum(map(len, self._kept.popitem(last=False)[1]))
+                self._drop(next(iter(self._kept)))
             self._kept[name] = kept
             self._held += size
+            self._makers |= dict.fromkeys((item["id"] for item in response.get("output", ())), name)
+
+    def _drop(self, name: str) -> None:
+        kept = self._kept.pop(name)
+        self._held -= sum(map(len, kept))
+        for item in msgspec.json.decode(kept[1], type=_Output).output:
+            del self._makers[item["id"]]
 
     def _get(self, name: str, param: str | None, drop: bool = False) -> tuple[bytes, bytes]:
         with self._lock:
@@ -48,9 +62,17 @@ class ResponseStore:
             self._kept.move_to_end(name)
             kept = self._kept[name]
             if drop:
-                del self._kept[name]
-                self._held -= sum(map(len, kept))
+                self._drop(name)
         return kept
+
+    def outputs(self, ids: Iterable[str]) -> dict[str, dict[str, Any]]:
+        """The kept items of these ids, and all others of their responses, by id."""
+        with self._lock:
+            names = dict.fromkeys(self._makers[each] for each in ids if each in self._makers)
+            for name in names:
+                self._kept.move_to_end(name)
+            kept = [self._kept[name][1] for name in names]
+        return {item["id"]: item for each in kept for item in msgspec.json.decode(each, type=_Output).output}
 
     def items(self, name: str, param: str) -> list[dict[str, Any]]:
         """The conversation of a response, its output last. Raises ApiError that names `param`."""

@@ -14,7 +14,7 @@ import msgspec
 from starlette.responses import Response
 
 from flashinfer_backend.core.bounds import CONVERSATION
-from flashinfer_backend.core.values import some
+from flashinfer_backend.core.values import shown, some
 from flashinfer_backend.openai.answer import encode, respond, unwrapped_text, wrapped_text
 from flashinfer_backend.openai.chat import Conversation, Turn, add_effort
 from flashinfer_backend.openai.errors import ApiError, field_error, wrong_value
@@ -45,6 +45,7 @@ TEXTS = {
     "reasoning": "reasoning_text",
 }  # items' parts, and the names of their events
 ITEMS = ("message", *CALL_FIELDS, *CALL_OUTPUTS, "reasoning")
+REFERENCE = "item_reference"  # in the input, to an item of an earlier response
 
 
 class Offered(NamedTuple):
@@ -84,6 +85,8 @@ def read_responses(served: ServedModel, body: bytes) -> ParsedResponses:
                 f" {most}",
                 param="previous_response_id",
             )
+    if isinstance(request.input, list):
+        request.input = without_references(served, request.input)
     variables = dict(request.chat_template_kwargs or {})
     reasoning = {name: value for name, value in (request.reasoning or {}).items() if value is not None}
     reasoning.pop("summary", None)  # reasoning is there whole
@@ -131,6 +134,31 @@ def store_of(served: ServedModel, param: str | None = None) -> ResponseStore:
     return served.store
 
 
+def without_references(served: ServedModel, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The input with kept items in place of references to them. Raises ApiError."""
+    places: dict[str, int] = {}
+    for n, item in enumerate(items):
+        if item.get("type") == REFERENCE:
+            if not isinstance(name := item.get("id"), str):
+                raise wrong_value(f"input[{n}].id", name, "a text")
+            if name in places:  # each once, so that a small body stands for no more than what is kept
+                raise field_error(
+                    f"input[{n}]", f"refers to the same item as input[{places[name]}]; drop one"
+                )
+            places[name] = n
+    if not places:
+        return items
+    found = store_of(served, f"input[{min(places.values())}]").outputs(places)
+    for name, n in places.items():
+        if name not in found:
+            raise field_error(
+                f"input[{n}]",
+                f"refers to {shown(name)}, which is not kept: its response was not stored, was deleted, or"
+                " gave way to newer ones (--store-mib). Send the item itself",
+            )
+    return [found[item["id"]] if item.get("type") == REFERENCE else item for item in items]
+
+
 def messages_of(
     request: ResponsesRequest, earlier: Sequence[dict[str, Any]] = ()
 ) -> tuple[list[dict[str, Any]], list[Place]]:
@@ -149,7 +177,7 @@ def messages_of(
     for n, item in enumerate([*earlier, *input_items(request)], start=-len(earlier)):
         kind = item.get("type", "message")
         if not isinstance(kind, str) or kind not in ITEMS:
-            raise wrong_value(f"input[{n}].type", kind, f"one of {', '.join(ITEMS)}")
+            raise wrong_value(f"input[{n}].type", kind, f"one of {', '.join((*ITEMS, REFERENCE))}")
         if kind == "message":
             messages.append({"role": item.get("role"), "content": item.get("content")})
         elif kind in CALL_FIELDS:
