@@ -270,7 +270,7 @@ class ResponsesRequest(Sampling, kw_only=True):
                 "stream_options.include_usage is for chats and completions; here the last event has it",
                 param="stream_options",
             )
-        for name in ("background", "conversation", "prompt", "top_logprobs"):
+        for name in ("background", "conversation", "prompt", "top_logprobs", "return_token_ids"):
             if getattr(self, name):
                 raise field_error(name, "is not supported")
         for what in self.include or []:
