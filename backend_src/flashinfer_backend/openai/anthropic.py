@@ -234,6 +234,8 @@ def _tools(request: CountTokensRequest) -> Tools:
         if given.name is None:
             raise field_error("tool_choice.name", "is missing; it should name a tool")
         choice = {"type": "function", "function": {"name": given.name}}
+    elif given.name is not None:
+        raise field_error("tool_choice.name", f"should be left out with the type {given.type}")
     places = [f"tools[{n}]" for n in range(len(tools))]
     return read_tools(tools, choice, not given.disable_parallel_tool_use, places)
 
@@ -243,6 +245,8 @@ def _reasoning(served: ServedModel, thinking: Thinking) -> dict[str, Any]:
     source = served.template.source if served.template else ""
     switch = served.template.switch if served.template else None
     if thinking.type != "enabled":
+        if thinking.budget_tokens is not None:
+            raise field_error("thinking.budget_tokens", f"should be left out with the type {thinking.type}")
         return {switch: False} if switch and thinking.type == "disabled" else {}
     if thinking.budget_tokens is None:
         raise field_error("thinking.budget_tokens", "is missing")
