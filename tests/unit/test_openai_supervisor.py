@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+import socket
 import sys
+import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -118,14 +121,33 @@ def test_a_process_that_is_stopped_or_hangs_is_killed_and_a_maintenance_server_a
 STAYS = "signal.signal(signal.SIGTERM, signal.SIG_IGN); import time; time.sleep(60)"
 
 
-def test_the_end_tells_what_it_waits_for(
+def test_the_end_tells_what_it_waits_for_and_refuses_connections_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    end = STAYS.replace("import time", "import time; os.write(options['notify'], b'+%d\\n' % os.getpid())")
+    begin = "import time; os.close(options['listener']); os.write(options['notify'], b'+%d\\n' % os.getpid())"
+    end = STAYS.replace("import time", begin)
     monkeypatch.setattr(supervisor, "WORKER", [sys.executable, "-c", STAND_IN.format(ready=False, end=end)])
     monkeypatch.setattr(supervisor, "SAY_AFTER_S", 0.1)
     running = supervisor.Supervisor(options(tmp_path), LOOPBACK, 0, 1, stalled_s=0)
-    assert running.run(lambda up, _: running.stop() if up else None) == 0
+    statuses: list[int | None] = []  # of the process, when the first connection was refused
+
+    def connect() -> None:
+        (process,) = running._running.values()
+        with contextlib.suppress(ConnectionRefusedError):
+            while True:
+                socket.create_connection(("127.0.0.1", running._port), timeout=60).close()
+        statuses.append(process.poll())
+
+    connecting = threading.Thread(target=connect)
+
+    def told(up: bool, _: int) -> None:
+        if up:
+            connecting.start()
+            running.stop()
+
+    assert running.run(told) == 0
+    connecting.join()
+    assert statuses == [None]
     said = capfd.readouterr().err
     assert "openai: waiting for open requests, up to 1 s more\n" in said
     assert "did not end within 1 s and is killed\n" in said

@@ -95,9 +95,7 @@ class Supervisor:
         finally:
             if self._keeper is not None:
                 end_engines([Path(model.run_dir) for model in self._options.models])
-            self._maintenance.close()
-            for listener in self._listeners.values():
-                listener.close()
+            self._close()
             shutil.rmtree(metrics, ignore_errors=True)
             with contextlib.suppress(OSError):
                 metrics.parent.rmdir()  # the user's, if it was the last one
@@ -242,8 +240,15 @@ class Supervisor:
             process.stdin.close()
         return process
 
+    def _close(self) -> None:
+        self._maintenance.close()
+        for listener in self._listeners.values():
+            listener.close()
+
     def _end(self) -> None:
-        """Ends the processes; running requests have their time."""
+        """Ends the processes; running requests have their time. New connections are refused meanwhile, once
+        the processes have closed their sockets as well."""
+        self._close()
         for process in self._running.values():
             process.terminate()
         left_s = self._options.drain_s + 1.0
