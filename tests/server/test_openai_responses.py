@@ -209,7 +209,9 @@ def test_a_conversation_that_the_server_keeps(scripted: OpenAiServer) -> None:
         assert referring.usage and referring.usage.input_tokens == whole.usage.input_tokens
         more: Any = {"previous_response_id": referring.id, "input": "And now?"}
         assert client.responses.create(**ask, **more).output_text == "It rains in Ulm."
+        counted = client.responses.input_tokens.count(**ask, input="And now?", previous_response_id=second.id)
         again = client.responses.create(**ask, input="And now?", previous_response_id=second.id)
+        assert again.usage and counted.input_tokens == again.usage.input_tokens
         assert again.usage and again.usage.input_tokens > second.usage.input_tokens
         assert client.responses.retrieve(second.id).to_dict() == second.to_dict()
         client.responses.delete(second.id)

@@ -75,7 +75,7 @@ from flashinfer_backend.openai.requests import (
     TokenizeRequest,
     model_of,
 )
-from flashinfer_backend.openai.responses import read_responses, responses, store_of
+from flashinfer_backend.openai.responses import input_tokens, read_responses, responses, store_of
 from flashinfer_backend.openai.served_model import ServedModel, find_model
 from flashinfer_backend.openai.tokens import read_detokenize, read_tokenize, shown_text, tokenize
 
@@ -162,6 +162,7 @@ def _posts(models: Sequence[ServedModel]) -> list[Post]:
         Post("/chat/completions", ChatRequest, read_chat, chat, generate),
         Post("/completions", CompletionRequest, read_completion, completions, generate),
         Post("/responses", ResponsesRequest, read_responses, responses, generate),
+        Post("/responses/input_tokens", ResponsesRequest, read_responses, input_tokens, generate),
         Post("/messages", MessagesRequest, read_message, message, generate),
         Post("/messages/count_tokens", CountTokensRequest, read_count, count_tokens),
         Post("/embeddings", EmbeddingRequest, read_embeddings, embeddings, embed),

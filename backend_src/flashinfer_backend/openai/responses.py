@@ -23,7 +23,7 @@ from flashinfer_backend.openai.items import Change, Items, named_event
 from flashinfer_backend.openai.no_effect import check_value
 from flashinfer_backend.openai.requests import ENCRYPTED_REASONING, ResponseFormat, ResponsesRequest, decode
 from flashinfer_backend.openai.response_store import ResponseStore
-from flashinfer_backend.openai.sampling import Guide, guide_of
+from flashinfer_backend.openai.sampling import Guide, guide_of, shortened
 from flashinfer_backend.openai.served_model import ServedModel
 from flashinfer_backend.openai.template import Place, plain_messages
 from flashinfer_backend.openai.tools import new_call_id, read_tools
@@ -121,6 +121,13 @@ async def responses(served: ServedModel, parsed: ParsedResponses) -> Response:
     request, model, turn, earlier = parsed
     await turn.submit(request, 1, request.max_output_tokens, "max_output_tokens")
     return respond(served, turn.streams, _Reply(turn, request, model, earlier), request.stream)
+
+
+async def input_tokens(served: ServedModel, parsed: ParsedResponses) -> dict[str, Any]:
+    """The answer of /v1/responses/input_tokens, which takes the body of a response. Raises ApiError."""
+    await parsed.turn.encode()
+    prompt = shortened(parsed.turn.prompt, parsed.request, served.limits)
+    return {"object": "response.input_tokens", "input_tokens": len(prompt)}
 
 
 def store_of(served: ServedModel, param: str | None = None) -> ResponseStore:
