@@ -120,7 +120,8 @@ FIELDS = {
     "tool_choice": Bound(4096, 256 * KIB),
     **dict.fromkeys(("stream_options", "reasoning", "include", "modalities"), Bound(64, 4 * KIB)),
     **dict.fromkeys(
-        ("thinking", "cache_control", "diagnostics", "thread", "context_management"), Bound(64, 4 * KIB)
+        ("thinking", "cache_control", "prompt_cache_options", "diagnostics", "thread", "context_management"),
+        Bound(64, 4 * KIB),
     ),
     **dict.fromkeys(("audio", "function_call", "prediction", "web_search_options"), OPTIONS),
     **dict.fromkeys(("conversation", "top_logprobs"), OPTIONS),

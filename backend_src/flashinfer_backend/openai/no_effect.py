@@ -23,6 +23,7 @@ NO_EFFECT: dict[str, tuple[Any, ...] | None] = {
     "client_metadata": None,
     "prompt_cache_key": None,
     "prompt_cache_retention": None,
+    "prompt_cache_options": None,
     "cache_control": None,
     # How it is billed. Other tiers ask to be served before others: priority does that here.
     "service_tier": ("auto", "default", "flex", "standard_only"),
@@ -33,8 +34,9 @@ NO_EFFECT: dict[str, tuple[Any, ...] | None] = {
     "early_stopping": (False,),
     # Hints to OpenAI's models.
     "verbosity": ("low", "medium", "high"),
-    # How SGLang's clients ask for reasoning as it is answered here.
+    # How clients of SGLang and vLLM ask for reasoning as it is answered here.
     "separate_reasoning": (True,),
+    "include_reasoning": (True,),
     # Tools that the server runs, of which there are none: no answer has more calls of them.
     "max_tool_calls": None,
     # auto may drop the beginning of a prompt that is too long, and need not: it is an error.

@@ -19,7 +19,7 @@ from msgspec import inspect as info
 from flashinfer_backend.core.bounds import MOST_CHOICES, MOST_TOP_LOGPROBS, MOST_WORD
 from flashinfer_backend.core.values import INT32_MAX, shown
 from flashinfer_backend.openai.bounds import bounded, check_field, check_items, check_size
-from flashinfer_backend.openai.errors import ApiError, field_error
+from flashinfer_backend.openai.errors import ApiError, field_error, wrong_value
 from flashinfer_backend.openai.no_effect import check_no_effect
 
 ENCRYPTED_REASONING = "reasoning.encrypted_content"  # what a response may include
@@ -98,6 +98,7 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     metadata: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     service_tier: str | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
@@ -186,6 +187,7 @@ class ChatRequest(Sampling, kw_only=True):
     # Of the table in openai/no_effect.py.
     verbosity: str | None = None
     separate_reasoning: bool | None = None
+    include_reasoning: bool | None = None
     # Refused unless null.
     audio: Any = None
     functions: Any = None
@@ -197,7 +199,7 @@ class ChatRequest(Sampling, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.modalities not in (None, ["text"]):
-            raise field_error("modalities", f"is {self.modalities}; only text is supported")
+            raise wrong_value("modalities", self.modalities, '["text"]: only text is supported')
         _refuse_store(self.store)
         _check_end(self)
         for name, instead in {
