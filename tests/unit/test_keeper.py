@@ -250,6 +250,14 @@ def test_the_keeper_runs_with_the_python_that_is_found(
         KeeperHandle(run_dir, os.getpid(), CONFIG)
 
 
+def test_a_model_whose_engines_have_no_gpu_is_told_at_once(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
+    with pytest.raises(EngineStartError, match="replicas=2 needs 2 GPUs, and CUDA_VISIBLE_DEVICES=4 shows 1"):
+        KeeperHandle(run_dir, os.getpid(), EngineConfig(model_dir="bundled", replicas=2))
+
+
 class Stub:
     """This process as a stub of a model whose engine is a script, with a real keeper."""
 
