@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -254,7 +255,7 @@ def test_what_is_wrong_with_an_adapter_fails_its_requests_alone(
             (broken, {"alpha_pattern": {"(": 1}}, "is no regular expression"),
             (pipe, {}, "adapter_config.json cannot be read: it should be a regular file"),
             (cut, {}, "adapter_model.safetensors cannot be read"),
-            (tmp_path / "none", {}, "cannot be read: No such file"),
+            (tmp_path / "none", {}, "none was removed before the request could run. Send the request again"),
         ):
             if change:
                 (folder / "adapter_config.json").write_text(json.dumps(config | change))
@@ -290,6 +291,23 @@ def test_an_adapter_that_failed_for_a_cancelled_request_is_tried_again(tmp_path:
             loads[0].set_exception(AdapterError("broken"))
     loads[1].set_result(Adapter(tmp_path, ((0, 0), (0, 0)), 1, ()))
     assert [problem for _, problem in preparation.ready()] == [None]
+
+
+def test_an_adapter_that_gave_way_to_others_is_named(tmp_path: Path) -> None:
+    """The weights of a task id, whose requests waited for a place."""
+    task = tmp_path / "task"
+    task.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (task / name).touch()
+    load: Future[Any] = Future()
+    preparation = AdapterPreparation(lambda *_: load, 1, list)
+    params = msgspec.structs.replace(asks(task), adapter_name="7")
+    preparation.submit(Request(1, np.zeros(4, np.int32), params, 24))
+    assert not list(preparation.ready())
+    shutil.rmtree(task)
+    load.set_exception(AdapterError("it has no adapter_config.json"))
+    ((_, problem),) = preparation.ready()
+    assert problem is not None and problem.startswith("the adapter 7 was removed before the request could")
 
 
 def test_the_model_alone_takes_no_adapters(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ class AdapterPreparation(Waiting[tuple[float, Key | str]]):
         for request, (since, key) in self.entries:
             if isinstance(key, str):
                 self.cancel(request.handle)
-                yield request, key
+                yield request, _why(request.params, key)
                 continue
             place = self._place_of(key)
             if place is None:
@@ -104,7 +104,7 @@ class AdapterPreparation(Waiting[tuple[float, Key | str]]):
                 place.used = now
                 request.adapter = place.number
                 request.cache_root = place.root
-            yield request, problem
+            yield request, problem and _why(request.params, problem)
 
     def _place_of(self, key: Key) -> Place | None:
         return next((place for place in self._places if place.key == key), None)
@@ -151,3 +151,14 @@ class AdapterPreparation(Waiting[tuple[float, Key | str]]):
         place = min(free, key=lambda place: (place.key is not None, place.used))
         place.key, place.future = key, self._load(place.number, key[0])
         self.loads += 1
+
+
+def _why(params: SamplingParams, problem: str) -> str:
+    """What to tell of an adapter that could not be loaded."""
+    if Path(params.adapter).is_dir():
+        return problem
+    return (
+        f"the adapter {params.adapter_name or params.adapter} was removed before the request could run. Send"
+        " the request again, with lora_weights if it has a lora_task_id: lora_cache_host_memory_bytes bounds"
+        " the weights that are kept"
+    )

@@ -194,7 +194,9 @@ class AdapterNames:
                 kept.add(name)
         for folder in tasks.iterdir():
             if folder.is_dir() and folder.name not in kept and re.fullmatch("[0-9a-f]{32}", folder.name):
-                shutil.rmtree(folder, ignore_errors=True)
+                # At once: an engine that is about to read it finds all of it, or nothing.
+                gone = folder.replace(tempfile.mkdtemp(dir=tasks))
+                shutil.rmtree(gone, ignore_errors=True)
 
     def _convert(self, folder: Path, weights: np.ndarray, config: np.ndarray) -> None:
         """Write a folder as PEFT does."""
