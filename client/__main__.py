@@ -10,8 +10,6 @@
 `python -m client COMMAND --help` lists a command's options.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import signal

@@ -8,8 +8,6 @@ python -m client bench --tokenizer MODEL --scenario rates-1-2-5-8 --data x.json
 python -m client bench --tokenizer MODEL --find-rate 1:64 --limit p99_ttft=200
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import math

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options of `client bench`."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Sequence

@@ -9,8 +9,6 @@ OpenAI's API the server applies the model's chat template. Triton's ensemble
 gets one text: --form says how the conversation is written in it.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

@@ -7,8 +7,6 @@ A run's configuration is a tuple of its aspects in the order of ASPECTS, each a 
 random weights.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any

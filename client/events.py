@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One streamed answer over HTTP, event by event, with the standard library alone."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import urllib.error

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The highest request rate at which a server keeps within limits, found by bisection."""
 
-from __future__ import annotations
-
 import re
 import time
 from argparse import ArgumentTypeError

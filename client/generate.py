@@ -6,8 +6,6 @@ python -m client generate --grpc --url localhost:8001 --temperature 0.8 --seed 7
 echo "a long prompt" | python -m client generate -
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import sys

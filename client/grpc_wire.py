@@ -2,8 +2,6 @@
 """The gRPC form of a request to Triton's ensemble: serialised before the clock starts, read after it stops,
 so that a worker only moves bytes meanwhile. Needs tritonclient[grpc], imported where it is first used."""
 
-from __future__ import annotations
-
 from typing import Any
 
 METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"

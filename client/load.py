@@ -5,8 +5,6 @@ Prompts, bodies and arrival times are made before the clock starts; several proc
 common start time. Every request is greedy and ignores its end token unless told otherwise.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import multiprocessing

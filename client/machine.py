@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The machine that a load generator runs on, for its results; no name of it and no folder."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

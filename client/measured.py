@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The runs that `client bench --output` and `perf_configs.run` wrote, in one form."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -13,8 +13,6 @@ Where a rate and a bound on requests in flight meet, a request may be due before
 time holds that wait; the summary says how many requests had one and how long it was.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise

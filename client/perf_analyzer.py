@@ -9,8 +9,6 @@ perf_analyzer is in tritonclient's wheels up to 2.60. This project's server brin
 libb64 and libcudart, under other names.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

@@ -11,8 +11,6 @@ The page holds all it needs and loads nothing; it is light or dark as the
 browser prefers.
 """
 
-from __future__ import annotations
-
 import argparse
 import html
 import statistics

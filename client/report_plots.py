@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plots of a report, as SVG to put into a page. Needs matplotlib."""
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run leaves behind: JSON, CSV and sglang's JSON lines."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

@@ -3,8 +3,6 @@
 in the folder itself compare two servers (perf_configs.run runs them all), those in its subfolders are chosen
 by name."""
 
-from __future__ import annotations
-
 import math
 import sys
 from dataclasses import dataclass, field

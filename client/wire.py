@@ -8,8 +8,6 @@ with a `finish_reason` of length, stop or cancelled, where TensorRT-LLM's stream
 `[DONE]`. The gRPC form (client/grpc_wire.py) has the same fields as `generate_stream`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

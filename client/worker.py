@@ -3,8 +3,6 @@
 counts for a watcher; chunks are split, parsed and checked after the last request has ended. Only the
 answers within a conversation are read at once, since its next turn repeats them."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import gc

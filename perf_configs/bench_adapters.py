@@ -16,8 +16,6 @@ With --servers: servers of servers.toml, one after the other, with the adapters 
 tokens and answers of 256, some at a time: requests for the model, then for the adapters in turns.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

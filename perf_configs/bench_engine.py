@@ -17,8 +17,6 @@ them, and with each row reading all of its keys (alone_step_ms, alone_graph_ms).
 the beginning; output tokens of all over the time to the end of the last.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

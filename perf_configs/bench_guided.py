@@ -11,8 +11,6 @@ all of them. --tokenizer adds what making the grammar of strict tools takes on t
 of calls, with that vocabulary.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -10,8 +10,6 @@ Decode steps of some sequences: code edits, answers that quote documents, and ch
 small kernel, with drafts and without.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -8,8 +8,6 @@ cannot carry as a chunk of its own they send together with the next, so chunks/s
 limit. API, engine and clients share this machine's cores; the table says what each of them used.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import datetime

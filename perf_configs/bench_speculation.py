@@ -12,8 +12,6 @@ none. Below it stand the rates that miss what is required, and what the graph of
 in both engines: it is what drafts that are all wrong cost even where none are tried.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

@@ -2,8 +2,6 @@
 """What the benchmarks of the engine without Triton share: its settings, checked as build.py checks them, and
 its start on a GPU."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import logging

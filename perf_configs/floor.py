@@ -8,8 +8,6 @@ memory, FLOP/s of a large matrix product. Prints them as JSON.
 From both follows the floor of a decode step: its weights and its KV cache, read once.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import subprocess

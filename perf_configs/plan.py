@@ -2,8 +2,6 @@
 """What the arguments of perf_configs.run ask for, and whether all that they name is there: a server takes
 minutes to start."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

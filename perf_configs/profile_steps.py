@@ -8,8 +8,6 @@ Steps are launched ahead, as in serving. "span" is from a step's first kernel to
 it in which at least one kernel ran; the profiler itself slows steps of many short kernels by some percent.
 """
 
-from __future__ import annotations
-
 import re
 import tempfile
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What was measured, in a form that goes into results: names and hashes, and no folder of the machine."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

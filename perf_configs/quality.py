@@ -8,8 +8,6 @@ and accepted over a few chats; or, with the folder of an EAGLE-3 head, only that
 GPU.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

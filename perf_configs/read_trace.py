@@ -6,8 +6,6 @@
 "span" is from the first kernel to the last, "busy" the part of it in which at least one kernel ran.
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Sequence

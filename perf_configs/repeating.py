@@ -6,8 +6,6 @@ Texts are cut about as large vocabularies cut them: words with the blank before 
 and of signs. So no tokenizer is needed, and any model can have the ids.
 """
 
-from __future__ import annotations
-
 import random
 import re
 import sys

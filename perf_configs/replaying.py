@@ -8,8 +8,6 @@ round the vocabulary in a known order, by a wide margin. The drafts are that ord
 so that a step's tokens are `accepted` on average. The head runs in full, and its guesses are dropped.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

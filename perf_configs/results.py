@@ -6,8 +6,6 @@ rate (None: all at once), which repeat it is, machine and commands, and holds th
 every request's numbers. Several repeats count as their median.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import platform

@@ -11,8 +11,6 @@
 Rows that do not fit into --time-limit any more are left out and named; run them in another call and merge.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import math

@@ -2,8 +2,6 @@
 """Starts a server as perf_configs/servers.toml says, waits until it is healthy, and ends it with all its
 children."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import math

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A local HTTP server that answers as a test says."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny random checkpoints, written by Hugging Face transformers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings every test shares."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections import Counter

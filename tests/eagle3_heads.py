@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny random EAGLE-3 heads in the forms that are published, and what they compute, in plain torch."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny random Qwen3 checkpoints that embed texts or score documents, with sentence-transformers' files."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

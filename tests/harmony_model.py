@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tiny GPT-OSS checkpoint that has learnt answers to some chats by heart, in OpenAI's Harmony format."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import dataclass

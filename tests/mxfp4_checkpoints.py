@@ -5,8 +5,6 @@ Nothing here is the package's own code. The names and layout are those of openai
 transformers' integrations/mxfp4.py.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ports that a server of a test may listen on."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

@@ -2,8 +2,6 @@
 """A checkpoint that answers by a script, so that an agent's session runs as with a model that is able to call
 its tools."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Specs of models that need no checkpoint of their own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from flashinfer_backend.core.paths import resolve_model_dir

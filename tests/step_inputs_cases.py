@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps whose inputs the kernel has to make as plain torch does; as a program, in Triton's interpreter."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

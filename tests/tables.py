@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tuned numbers, and entries of their tables."""
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 from flashinfer_backend.core import tuned

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Large matrices of tests are thinned; with ALL_CASES=1 in the environment they run whole, for minutes."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from typing import TypeVar

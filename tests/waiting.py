@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Waiting for what another process or thread does."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

@@ -7,8 +7,6 @@ and the weights in bfloat16, whatever their format in the file.
 transformers reads the file. What it would silently leave out is refused by name here.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import sys

@@ -13,8 +13,6 @@ For SmolLM2-135M-Instruct (make serve MODEL=smollm2 fetches it):
         --learning-rate 2e-3 --dtype bfloat16 --threads 2
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -10,8 +10,6 @@ is that of a CUDA graph of some layers' calls over their number; the layers are 
 --alternatives: also with the tilings of `alternatives` below. Each one compiles a kernel, for some seconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 

@@ -18,8 +18,6 @@ reads the rows by themselves, then what they share once. --tiles QUERIESxTOKENSx
 the kernel that does so.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -12,8 +12,6 @@ counts the bytes that a layer has to move at the speed of a copy in this memory.
 that already lie one row behind the other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import accumulate
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real engine in a thread, spoken to over its real socket."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

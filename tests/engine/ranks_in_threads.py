@@ -4,8 +4,6 @@
 tests/engine/test_ranks.py has them as processes, too; starting those takes seconds.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters in a real engine, against PEFT's merged into the model."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -2,8 +2,6 @@
 """What an attention backend has to be, and how it is compared with plain torch while the engine runs:
 CONTRIBUTING.md says how to add one."""
 
-from __future__ import annotations
-
 import logging
 import re
 from pathlib import Path

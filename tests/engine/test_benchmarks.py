@@ -2,8 +2,6 @@
 """The benchmarks of engines, on a CPU: adapters, drafts from texts that repeat, and a drafter with the
 accepted length that it is given."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

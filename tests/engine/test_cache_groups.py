@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers with and without a sliding window through the whole engine, against transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafts, right and wrong ones, change when tokens come, and not which."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 """An EAGLE-3 head in a real engine drafts what its definition says, whatever runs beside, and changes no
 token."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine ends in bounded time and leaves nothing behind, whatever its ranks do."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import os

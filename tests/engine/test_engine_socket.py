@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the engine hears of stubs that end."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

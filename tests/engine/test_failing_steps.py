@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A failure while a step is launched ends the request at fault, and none besides."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

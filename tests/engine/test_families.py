@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Families through the whole engine against transformers: in chunks, preempted, from cached prefixes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 checkpoints and the FP8 KV cache through the real engine, against a float64 model of what they mean."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine against transformers: the same greedy ids however a request is scheduled."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

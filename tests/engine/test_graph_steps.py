@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What decode graphs are given, without a GPU: steps run eagerly, over attention that reads work items."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

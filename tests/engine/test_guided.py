@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Guided decoding with the bundled model: whatever is sampled follows the guide."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

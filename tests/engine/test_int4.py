@@ -2,8 +2,6 @@
 """Checkpoints with weights of 4 bits through the real engine, against a float64 model of what they mean.
 MXFP4 is compared with transformers, with the same numbers in float32."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine tells of its prefix cache, as a request router keeps it."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import socket

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cancellation, refusals, limits, and what is left behind: nothing."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

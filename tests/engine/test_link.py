@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The link between stubs and a real engine process: who starts it, and what happens when it dies."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

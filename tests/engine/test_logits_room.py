@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Room for the logits that requests ask for: who waits for it, who passes, and when it is free again."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """When and in which order the loop sends tokens. No sockets: frames are seen as the engine makes them."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

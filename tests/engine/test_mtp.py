@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafts by the head that a checkpoint brings, against transformers' layers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

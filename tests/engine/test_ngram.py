@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafts from a sequence's own tokens, in a real engine: which ones, and that answers stay the same."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rank 0's hand on the other ranks, which are scripts here."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

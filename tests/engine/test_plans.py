@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans are pure data: their bytes, run in another process, give the same tokens."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

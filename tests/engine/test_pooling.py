@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Embeddings and scores out of a real engine, compared with transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

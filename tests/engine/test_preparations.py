@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What requests go through before the scheduler's queue: those of the engine, and one more in its list."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 

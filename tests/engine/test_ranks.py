@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor parallelism: the same answers from several ranks as from one, and what happens when one is lost."""
 
-from __future__ import annotations
-
 import logging
 import re
 import threading

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A runner with all of its graphs, on a CPU: decode steps, steps with prompts as one graph and in pieces."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -5,8 +5,6 @@ The reference is one forward pass of transformers over the produced sequence, wi
 logits processors (or a plain definition) applied before each of its tokens.
 """
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nothing is lost and nothing is mixed up: short forms of tests/reliability/scheduler_walk.py."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

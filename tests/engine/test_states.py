@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers that keep states through the whole engine, against transformers: what sequences begin from."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

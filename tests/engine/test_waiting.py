@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who runs next: the real engine's loop, with requests that have all come before its first step."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time

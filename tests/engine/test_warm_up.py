@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The first steps of a start are ones that the engine can plan, and leave nothing behind."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

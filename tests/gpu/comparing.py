@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What GPU tests share: numbers that should be alike, engines next to the same in plain torch, and times."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Notes what Triton and FlashInfer compile, and what CUDA loads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field

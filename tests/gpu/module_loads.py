@@ -6,8 +6,6 @@ when it first runs, whoever brings it: PyTorch, cuBLAS, FlashInfer, Triton. CUPT
 profiler can run meanwhile.
 """
 
-from __future__ import annotations
-
 import ctypes
 import re
 from collections.abc import Callable, Iterator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters on a GPU: the kernels, and an engine whose steps are graphs."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """FlashInfer attention against plain torch over the same blocks."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

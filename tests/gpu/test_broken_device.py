@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A kernel that fails leaves the process's CUDA context useless for good: the engine process is replaced."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -2,8 +2,6 @@
 """The kernels of gated delta net layers on a GPU, at models' shapes, against plain torch in float32; and in a
 CUDA graph."""
 
-from __future__ import annotations
-
 import math
 import sys
 from pathlib import Path

@@ -6,8 +6,6 @@ graphs.
 how far its logit is below the best one, in the context that was really produced.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

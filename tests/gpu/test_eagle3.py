@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """An EAGLE-3 head on a GPU: what it drafts, with CUDA kernels and in graphs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

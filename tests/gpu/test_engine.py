@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole engine on a GPU: kernels and graphs against the same engine in plain torch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A mixture of experts on a GPU: its kernels against the formats' own products, and engines with them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from comparing import compare_engines

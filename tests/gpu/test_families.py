@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Families with what Llama has not, on a GPU: each token judged as in test_engine."""
 
-from __future__ import annotations
-
 import pytest
 from test_engine import SETTINGS, SIZES, TOLERANCE, make_prompts, shortfalls
 

@@ -5,8 +5,6 @@
 blocks, which compiles for minutes the first time.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager

@@ -5,8 +5,6 @@ and engines with it.
 `pytest tests/gpu/test_fp8_cache.py -s` prints the times, too.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Hopper kernel of the gate and up products, every tile of it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines that start together on the same GPUs share their memory as kv_cache_free_gpu_mem_fraction says."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

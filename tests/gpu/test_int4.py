@@ -4,8 +4,6 @@
 `python -m flashinfer_backend.tune` measures them.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

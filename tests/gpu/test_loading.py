@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights that threads bring to a GPU, against the files."""
 
-from __future__ import annotations
-
 from contextlib import closing
 
 import pytest

@@ -5,8 +5,6 @@ FLASHINFER_BACKEND_TEST_SHAPE=FOLDER takes another shape than a small one: a fol
 weights are random.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every CUDA operation against ops.torch_ops in float32 on the same bfloat16 inputs."""
 
-from __future__ import annotations
-
 import comparing
 import pytest
 import torch

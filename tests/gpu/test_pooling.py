@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Embeddings and scores from the CUDA kernels and graphs are those of plain torch on a CPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

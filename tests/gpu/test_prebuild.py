@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is compiled ahead is all that a start needs."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

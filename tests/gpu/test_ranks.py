@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor parallelism over GPUs of one host: kernels, graphs and collectives against float32."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

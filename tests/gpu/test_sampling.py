@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling on CUDA: filters without a sort, and the engine's features with CUDA graphs."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

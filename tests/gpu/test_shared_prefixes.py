@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode rows that share prefixes: the kernels against plain torch, and a whole engine."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 from collections.abc import Iterator

@@ -2,8 +2,6 @@
 """States of delta nets in an engine on a GPU, with its graphs: from snapshots, preempted, with drafts. Each
 token is judged as in test_engine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

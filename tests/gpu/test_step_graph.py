@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of whole mixed steps in a captured graph against plain torch."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

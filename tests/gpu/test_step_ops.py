@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operations around the model in a decode step: CUDA against plain torch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

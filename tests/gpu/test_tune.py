@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command that measures tuned numbers, on the GPU that it is for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention that FlashInfer compiles from a declaration, against its twin in plain torch."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -2,8 +2,6 @@
 """Windows, sinks and soft caps on a GPU against plain torch, at head sizes that models have; and engines with
 several cache groups."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

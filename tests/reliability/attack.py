@@ -6,8 +6,6 @@ a whole answer, a worded error, a cut connection (where the process that would h
 silence, which is a failure.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import contextlib

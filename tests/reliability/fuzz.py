@@ -7,8 +7,6 @@ error in plain words; requests that are right should get the same text as ever, 
 writes with a slip should be read as they are meant. `--first N --requests 1` repeats one.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

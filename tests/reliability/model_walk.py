@@ -8,8 +8,6 @@ other requests. Tiny checkpoints of tests/checkpoints.py; drafts are guesses fro
 are wrong, or those of the knob `speculative_method`: ngram, and mtp where a checkpoint has a head.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 import sys

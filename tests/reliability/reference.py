@@ -6,8 +6,6 @@ text is the tokenizer's own decoding, and stop words are looked up in that. So b
 requests share, preemption, streaming and detokenisation are all on the other side.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -6,8 +6,6 @@ over Triton's HTTP and gRPC and the OpenAI API, streamed and not. Now and then o
 leaves. Meanwhile memory, file descriptors, threads and shared memory of every process are looked at.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

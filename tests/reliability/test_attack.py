@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The short form of `make attack`: every kind of harm once, on one server under load at both doors."""
 
-from __future__ import annotations
-
 import re
 import time
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The short form of `make soak`: some seconds of mixed traffic, every answer compared."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests of the tests of whole servers, as tensors of gRPC."""
 
-from __future__ import annotations
-
 import queue
 from typing import Any
 

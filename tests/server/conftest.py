@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One tritonserver for all tests that leave it as it was."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Iterator

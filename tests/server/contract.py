@@ -2,8 +2,6 @@
 """What the tests of TensorRT-LLM's contract share: a reference for the bundled model, and requests as its
 clients make them."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

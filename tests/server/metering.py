@@ -2,8 +2,6 @@
 """Reads the metrics port. The server behind it (the fixture `metered`) has a KV cache that two sequences can
 fill."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable, Iterator

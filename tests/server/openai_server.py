@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The OpenAI API with an engine of its own, as `python -m flashinfer_backend.openai` starts it."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real tritonserver with the bundled model, as `make serve` starts it."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A program in a terminal of 80 columns, typed into and read by a test."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters through both doors of one server: by name, by TensorRT-LLM's task ids, loaded at run time."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

@@ -2,8 +2,6 @@
 """An ensemble that was built without the outputs of log probs, logits and perf metrics, and whose texts hold
 special tokens. The bundled model writes some between two of its stories."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`client bench`, `client report` and `client chat` against real servers."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

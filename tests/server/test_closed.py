@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What clients and other users of the machine may not do, and how it is opened."""
 
-from __future__ import annotations
-
 import json
 import stat
 from pathlib import Path

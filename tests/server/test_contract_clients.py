@@ -3,8 +3,6 @@
 read as they read the answers. Those for the model tensorrt_llm and for unary calls are in the other
 test_contract_*.py."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import importlib.util
 import json

@@ -6,8 +6,6 @@ HTTP generate and generate_stream of release 24.10 answer 400 to any error of a 
 keep its status.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import threading

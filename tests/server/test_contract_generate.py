@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How JSON becomes tensors at HTTP generate and generate_stream, and tensors become JSON again."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -4,8 +4,6 @@
 The reference is transformers on the bundled model. The rows of docs/compatibility.md are these tests' claims.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

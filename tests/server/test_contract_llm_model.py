@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model `tensorrt_llm`: token ids in, token ids out, as TensorRT-LLM's clients of it expect."""
 
-from __future__ import annotations
-
 import queue
 import threading
 from typing import Any

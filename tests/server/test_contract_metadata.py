@@ -4,8 +4,6 @@
 What this backend adds is listed apart. Sizes are those without the batch dimension.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

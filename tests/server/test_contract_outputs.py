@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every output of TensorRT-LLM's ensemble holds what it holds there, and is absent unless asked for."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -4,8 +4,6 @@
 TensorRT-LLM's end_to_end_test.py, benchmark_core_model.py and test_max_queue_size.py want it like this.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import queue

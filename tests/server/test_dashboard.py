@@ -2,8 +2,6 @@
 """Every query of the dashboard and of the autoscalers, asked of a Prometheus that scrapes a real server. It
 scrapes it twice: as it is, and as if its series had a label `engine`."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

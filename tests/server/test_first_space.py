@@ -2,8 +2,6 @@
 """The space before an answer's first word, where the vocabulary is SentencePiece's: the text of prompt and
 answer together, less the prompt's."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

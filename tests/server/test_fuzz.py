@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random requests: the short form of `make fuzz` (tests/reliability/fuzz.py)."""
 
-from __future__ import annotations
-
 from fuzz import MODELS, Findings, OpenAiFuzz, TritonFuzz, fuzz, judge_words
 from openai_server import OpenAiServer
 from running import Server

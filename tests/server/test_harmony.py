@@ -2,8 +2,6 @@
 """GPT-OSS through both doors: a model that has learnt its answers, with reasoning and calls as Harmony writes
 them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

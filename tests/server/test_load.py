@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many clients at once, and clients that leave."""
 
-from __future__ import annotations
-
 import json
 import queue
 import subprocess

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """perf_configs/locustfile.py, run by Locust against a real server."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

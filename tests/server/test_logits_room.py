@@ -2,8 +2,6 @@
 """Many requests for logits at once: there is a bound for all of them, max_logits_mib, and one for each that
 the ensemble answers in JSON."""
 
-from __future__ import annotations
-
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which metrics there are: families, labels and buckets, the server's own, and what reads them."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

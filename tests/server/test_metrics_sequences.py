@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the metrics count: sequences however they end, blocks, and what outlives an engine or an instance."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Anthropic's Messages API, through Anthropic's own package, with a model that answers by a script."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The OpenAI API beside tritonserver: one engine, two doors."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """/v1/chat/completions through OpenAI's own client, which checks every answer against its types."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

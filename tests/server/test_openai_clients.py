@@ -2,8 +2,6 @@
 """What other programs send to the OpenAI API, replayed. codex_requests.json has requests of Codex CLI (`codex
 exec` 0.169.0) with a scripted model, its texts cut."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

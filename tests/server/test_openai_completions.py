@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """/v1/completions, /tokenize and /detokenize."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

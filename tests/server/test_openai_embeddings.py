@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """/v1/embeddings of an embedding model; /v1/rerank and /v1/score of a reranker."""
 
-from __future__ import annotations
-
 import base64
 import math
 from collections.abc import Iterator

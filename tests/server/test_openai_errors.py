@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors of the OpenAI API: OpenAI's form and statuses, with what was wrong and what would be right."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The OpenAI API while clients leave, engines and processes end, and the server is stopped."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

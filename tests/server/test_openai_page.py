@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page at / in a real browser, where there is one."""
 
-from __future__ import annotations
-
 import base64
 import json
 import shutil

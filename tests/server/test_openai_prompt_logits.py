@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log probabilities of many prompts: the logits that they need have a bound, LOGITS_MIB."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """/v1/responses through OpenAI's own client, and responses that the server keeps."""
 
-from __future__ import annotations
-
 import base64
 import json
 from typing import Any, Literal

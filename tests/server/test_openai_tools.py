@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Structured outputs and tool calls of the OpenAI API."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any, Literal

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """docker/nginx.conf, run as docs/security.md describes it."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import json

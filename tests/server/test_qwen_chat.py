@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chats with a template like those of Qwen3.5 and later: the prompt opens the reasoning, calls are XML."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine that dies under load, and servers that end, each in every way they can."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

@@ -5,8 +5,6 @@ Statuses of Triton's endpoints are in test_contract_errors.py, values of tensors
 tests/unit/test_requests.py.
 """
 
-from __future__ import annotations
-
 import queue
 import re
 from typing import Any

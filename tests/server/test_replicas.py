@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two engines behind one llm model and behind the OpenAI API."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Three models in one server: each by its name through both doors, each with an engine of its own."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Responses that do not fit into shared memory, as with what Docker gives a container by default."""
 
-from __future__ import annotations
-
 import contextlib
 import resource
 from collections.abc import Iterator

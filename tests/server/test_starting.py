@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where `serve` listens, and servers that cannot start or are stopped meanwhile."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import socket

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint folder and the build command, for the tests of build.py."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

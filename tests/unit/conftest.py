@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What several files' tests of the client take."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

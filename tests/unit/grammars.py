@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grammars over single bytes, for tests."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

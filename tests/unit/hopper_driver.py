@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What Triton's compiler asks a driver, answered as an H200's would where there is no GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

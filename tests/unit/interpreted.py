@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels in Triton's interpreter, without a GPU."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A responder whose engine, server and postprocessing are the test."""
 
-from __future__ import annotations
-
 import threading
 import time
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small tokenizers of the kinds that language models use, trained on a few mixed-language lines."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 

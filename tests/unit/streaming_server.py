@@ -10,8 +10,6 @@ tokens and `stopped` with an empty chunk more; `unmarked` leaves it out, as Tens
 `latin` answers 503 in Latin-1.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -2,8 +2,6 @@
 """Requests that the llm model cannot hand to an engine. Triton and the engines are the test."""
 
 # ruff: noqa: F401, F811  (fixtures are imported, and are parameters of the same name)
-from __future__ import annotations
-
 import json
 import re
 import sys

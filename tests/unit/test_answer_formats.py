@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reasoning and tool calls read from a model's text: the same for any cut of the text."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text of the OpenAI API's answers: that of prompt and answer together, less the prompt's."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

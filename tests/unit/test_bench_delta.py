@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmark of delta nets, whose kernels are called and not launched."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -2,8 +2,6 @@
 """Every field of both doors that takes text, a list or an object has a bound, and the bound is kept. The
 fields are those of the bodies' structs and of the models' config.pbtxt."""
 
-from __future__ import annotations
-
 import json
 import typing
 from pathlib import Path

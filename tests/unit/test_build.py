@@ -2,8 +2,6 @@
 """build.py on real files: what it writes, and that table, defaults, documents and engine agree."""
 
 # ruff: noqa: F401, F811  (fixtures are imported, and are parameters of the same name)
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

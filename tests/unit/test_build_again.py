@@ -2,8 +2,6 @@
 """build.py on a folder that it has built before: the checkpoint stays, and what changes is said."""
 
 # ruff: noqa: F401, F811  (fixtures are imported, and are parameters of the same name)
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

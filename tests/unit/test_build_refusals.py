@@ -2,8 +2,6 @@
 """What build.py refuses, with words that say what would be right, and nothing written."""
 
 # ruff: noqa: F401, F811  (fixtures are imported, and are parameters of the same name)
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How layers fall into cache groups, and how these share the memory."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -2,8 +2,6 @@
 """Folders of another kind than is served: build.py says what they are and the one thing to do."""
 
 # ruff: noqa: F401, F811  (fixtures are imported, and are parameters of the same name)
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clients of the ensemble that have left, found out by what postprocessing does not see; and its tables."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all command lines have in common."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """docs/compatibility.md names every tensor of the ensemble and of llm, and tests show each of its rows."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -2,8 +2,6 @@
 """What notes compilations and loaded modules in tests/gpu: with modules in FlashInfer's place, and structures
 like CUPTI's own."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from types import ModuleType, SimpleNamespace

@@ -5,8 +5,6 @@ it.
 Some of each family's keys by default; all with ALL_CASES=1 in the environment, which takes minutes.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A GGUF file becomes a checkpoint that is served, or is refused by name."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

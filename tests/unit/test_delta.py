@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Deltas of any split of a sequence concatenate to the tokenizers library's own decode."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Power, clocks and the machine's own floor: what is recorded and shown. tests/gpu reads a real GPU."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the Markdown files, drawings and deployment files say exists and is so."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

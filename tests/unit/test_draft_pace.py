@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many drafts steps have: as many as pay by given costs, none where none do, and tries now and then."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

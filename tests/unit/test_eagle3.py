@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """EAGLE-3 heads: which are read, which are refused and why, and where their tensors go."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

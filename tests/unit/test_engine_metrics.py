@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which of several instances counts what the engine reports."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes that stand still, alone or with others; real ones, stopped by signals."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 import subprocess

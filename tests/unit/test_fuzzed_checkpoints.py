@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints and knobs that are broken in any way: errors name the file or the knob, and what is wrong."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -2,8 +2,6 @@
 """The order in which engines on the same GPU take memory, between processes, without a GPU;
 tests/gpu/test_gpu_turns.py has real engines. And how large their caches become."""
 
-from __future__ import annotations
-
 import select
 import subprocess
 import sys

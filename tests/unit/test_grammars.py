@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Regular expressions and EBNF as grammars, their bounds, masks of rows and along drafts."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which captured number of tokens a step is padded to."""
 
-from __future__ import annotations
-
 from flashinfer_backend.worker.graphs import fastest_sizes
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How models learn that an answer will be JSON. tests/server/test_logits_room.py asks a real server."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

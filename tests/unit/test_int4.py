@@ -6,8 +6,6 @@ In float16: the interpreter rounds bfloat16 otherwise. The instructions that mak
 have a plain counterpart there; tests/gpu/test_int4.py runs the real ones.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from interpreted import interpreted

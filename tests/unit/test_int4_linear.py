@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """When products with weights of 4 bits take the CUDA kernel, and with which tiles, without a GPU."""
 
-from __future__ import annotations
-
 import re
 
 import msgspec

@@ -2,8 +2,6 @@
 """JSON schemas as grammars: what they admit satisfies the schema, by the package jsonschema; the rest is
 refused by the keyword's name and place."""
 
-from __future__ import annotations
-
 import datetime
 import ipaddress
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """When an engine is started again, when it counts as stable, and how it is ended; on stand-in processes."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

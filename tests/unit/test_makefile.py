@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the Makefile runs, without running it."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

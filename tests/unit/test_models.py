@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models, loader and paged attention against Hugging Face transformers, float32 on the CPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """tools/mutate.py finds what tests do not notice."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import psutil

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Special tokens that only tokenizer_config.json names are those of transformers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arguments of the OpenAI API's process that are refused before anything is started."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import resource

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Limits of the OpenAI API's connections: uvicorn and real sockets, an application that only reads."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -2,8 +2,6 @@
 """What clients send that has no effect here, and what they may send and ask otherwise: encodings of bodies,
 pages of other origins, the description of the API. No engine."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import json

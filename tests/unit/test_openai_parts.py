@@ -2,8 +2,6 @@
 """Parts of the OpenAI API without an engine: templates, defaults, tools, chunks of any number of tokens, kept
 responses."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess

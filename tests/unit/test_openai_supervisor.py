@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """When the OpenAI API's supervisor replaces a process and when it ends, on stand-in processes."""
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import socket

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What other users of the machine put into the folders that everybody can write to."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

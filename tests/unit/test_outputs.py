@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a step's tokens come to: several of a row, and where a sequence ends among them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

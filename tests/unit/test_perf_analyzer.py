@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command that runs perf_analyzer: what it runs, and what it says when something is missing."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

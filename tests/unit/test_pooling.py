@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a checkpoint says that it embeds texts or scores documents."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

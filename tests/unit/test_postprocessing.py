@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chunks of ids to text."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which kernel modules are compiled ahead, and how: with a real ninja, and FlashInfer where it is there."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

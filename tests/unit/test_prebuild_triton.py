@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which variants of Triton's kernels there are, and that compiling them ahead gives those that steps run."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which decode rows begin with the same blocks, and how what they share is cut up."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text to the llm step's tensors, and the tokenizer folder it starts from."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The liveness probe and the maintenance server, against servers that answer in every way."""
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much a trace may hold, and how long it may take."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lines that show that a start goes on."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

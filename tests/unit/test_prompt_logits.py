@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logits of prompts in the OpenAI API: who has room for them, how they arrive, and what is made of them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How quantised checkpoints are recognised, refused and loaded; e4m3 in plain torch."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

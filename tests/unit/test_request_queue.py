@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who is at the head of the queue, and who has waited too long."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

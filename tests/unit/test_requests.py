@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A request's tensors: what is accepted, and that each mistake is named."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is installed comes as wheels, for every Python that pyproject.toml admits."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -3,8 +3,6 @@
 Only Triton itself is replaced."""
 
 # ruff: noqa: F401, F811  (fixtures are imported, and are parameters of the same name)
-from __future__ import annotations
-
 import dataclasses
 import time
 from types import SimpleNamespace

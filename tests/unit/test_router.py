@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which engine a request goes to: prefixes, load, silence; and which GPUs engines get."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Filters, processors and token history against transformers' logits processors and plain definitions."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

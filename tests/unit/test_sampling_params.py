@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A sampling parameter reaches all that have to know it; CONTRIBUTING.md lists them."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 from typing import Any

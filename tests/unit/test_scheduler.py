@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What shares a step."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Splitting decode rows into work items."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from msgspec.structs import replace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stop words in text, cut by tokens and chunks in any way."""
 
-from __future__ import annotations
-
 import itertools
 import subprocess
 import sys

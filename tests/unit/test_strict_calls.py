@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Strict functions that a model may call by itself: what their guides admit, and what readers make of it."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared memory that stubs leave behind, on stand-in processes."""
 
-from __future__ import annotations
-
 import argparse
 import ipaddress
 import os

@@ -2,8 +2,6 @@
 """The operations of gated delta net layers against transformers' own, in float32, over any cut of the
 tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

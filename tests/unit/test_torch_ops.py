@@ -2,8 +2,6 @@
 """The reference operations that a model's parity with transformers does not pin down by itself, and
 those around the model in a decode step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from interpreted import interpreted

@@ -2,8 +2,6 @@
 """The kernels of adapters in Triton's interpreter, without a GPU; tests/gpu/test_adapters.py runs the real
 ones."""
 
-from __future__ import annotations
-
 import torch
 from interpreted import interpreted
 

@@ -3,8 +3,6 @@
 tests/gpu/test_fp8_cache.py runs the real one. And how much room copies have, and when they pay.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

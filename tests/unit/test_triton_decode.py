@@ -4,8 +4,6 @@ the search of core.tuned tries compute, and over one of 16 bits, windows, sinks,
 tests/gpu/test_fp8_cache.py and tests/gpu/test_windows.py run the real one.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from interpreted import interpreted

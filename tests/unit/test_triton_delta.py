@@ -2,8 +2,6 @@
 """The kernels of gated delta net layers in Triton's interpreter, without a GPU, against plain torch in
 float32; tests/gpu/test_delta.py runs the real ones."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -2,8 +2,6 @@
 """The kernels of drafts in Triton's interpreter, without a GPU; tests/gpu/test_drafts.py runs the real
 ones."""
 
-from __future__ import annotations
-
 import torch
 from interpreted import interpreted
 

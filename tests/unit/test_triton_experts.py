@@ -3,8 +3,6 @@
 tests/gpu/test_experts.py runs the real ones.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import sys

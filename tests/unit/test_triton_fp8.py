@@ -4,8 +4,6 @@ and which scale go where; and what cuBLAS would get, multiplied as its documenta
 tests/gpu/test_fp8.py runs the real ones.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import sys

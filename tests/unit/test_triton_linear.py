@@ -4,8 +4,6 @@ quantising x inside the product does; with all tilings that devices' files have,
 runs the real ones.
 """
 
-from __future__ import annotations
-
 import torch
 from interpreted import interpreted
 from msgspec.structs import replace

@@ -2,8 +2,6 @@
 """Triton's kernels that change logits, in its interpreter, without a GPU: bit for bit those of plain torch,
 and of top-k with a small k, as the filters are defined. tests/gpu/test_sampling.py runs the real ones."""
 
-from __future__ import annotations
-
 import torch
 from interpreted import interpreted
 

@@ -2,8 +2,6 @@
 """The rotary embedding's Triton kernel in Triton's interpreter, without a GPU; tests/gpu/test_ops.py runs the
 real one."""
 
-from __future__ import annotations
-
 import torch
 from interpreted import interpreted
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command that measures tuned numbers: what it makes of times, which are recorded or made up here."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tuned numbers: the files, what is chosen by them, and devices without one."""
 
-from __future__ import annotations
-
 import hashlib
 
 import msgspec

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What serve takes for a server that is ready, on stand-in processes, and for a postprocessing that hangs."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command that prints where tensors of a checkpoint go: they are there once it is loaded."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
