@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles the GPU's kernels ahead: `python -m flashinfer_backend.prebuild`, for an image; needs no GPU."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

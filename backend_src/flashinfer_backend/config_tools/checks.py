@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Knobs that contradict each other or the checkpoint."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from flashinfer_backend.core.config import LONGEST_AUTO_SEQ_LEN, EngineConfig, contradictions, resolve_lengths

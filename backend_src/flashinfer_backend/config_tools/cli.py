@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command line of build.py."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex

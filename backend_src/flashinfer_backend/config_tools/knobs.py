@@ -5,8 +5,6 @@ The engine's come from the fields of EngineConfig, the others are declared here.
 the checks read the table; the config.pbtxt files in model_repo/ hold its defaults.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads config.pbtxt files."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path

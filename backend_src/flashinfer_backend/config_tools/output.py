@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes a built repository as a whole or not at all, and never over files that somebody else made."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import errno

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts knob values into the protobufs of model_repo and renders the files of a deployable repository."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the user's settings to one value for every knob. Problems are collected, not raised one by one."""
 
-from __future__ import annotations
-
 import difflib
 import sys
 from collections.abc import Iterable, Mapping

@@ -5,8 +5,6 @@ A value that asks for what happens anyway is accepted. Any other is refused, wit
 here or the statement that there is none: a knob that is silently without effect misleads.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from flashinfer_backend.core.values import FALSE_WORDS, TRUE_WORDS

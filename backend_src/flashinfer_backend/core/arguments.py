@@ -2,8 +2,6 @@
 """Parsers of command lines. Types of options: each returns the value, or has the parser say what would be
 right. And what programs for a GPU say without one."""
 
-from __future__ import annotations
-
 import math
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable

@@ -9,8 +9,6 @@ whatever they hold are in triton_server/refused.py and triton_server/preprocessi
 checked before any work that grows with the size. GRAMMAR bounds what a guide says.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint's JSON files: read, and their values checked. Errors name the file and what it should hold."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests that wait, and which of them are late, without a look at the others."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable
 from typing import Generic, TypeVar

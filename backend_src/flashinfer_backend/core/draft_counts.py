@@ -4,8 +4,6 @@
 Graphs are captured for these numbers, and the scheduler chooses among them by what they cost.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@
 A gate belongs to one thread: that of the OpenAI API's event loop, or of the engine's loop.
 """
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Callable
 from dataclasses import dataclass

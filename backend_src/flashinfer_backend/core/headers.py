@@ -6,8 +6,6 @@ HTTP generate forwards no headers, so what has neither of these is JSON. A clien
 of that name: what is made of this only keeps clients from harm that they do not intend.
 """
 
-from __future__ import annotations
-
 GRPC = "user-agent"  # every gRPC library sends it
 BINARY = "inference-header-content-length"  # HTTP infer with binary inputs, whose outputs are also binary
 FORWARDED = {"--grpc-header-forward-pattern": f"^{GRPC}$", "--http-header-forward-pattern": f"(?i)^{BINARY}$"}

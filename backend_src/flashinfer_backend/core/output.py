@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log lines of a process that must go on when its output is closed or the disk is full."""
 
-from __future__ import annotations
-
 import os
 import sys
 

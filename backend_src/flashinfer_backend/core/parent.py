@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process that ends with the one that started it, however that ends."""
 
-from __future__ import annotations
-
 import ctypes
 import signal
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folders that several processes have to agree on."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What Linux says about a process."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator, Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lines in the log by which a start that takes minutes shows that it goes on, and when it last did."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading

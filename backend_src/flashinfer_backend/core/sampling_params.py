@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How one sequence is generated."""
 
-from __future__ import annotations
-
 import msgspec
 
 GRAMMAR_TYPES = ("json", "json_schema", "regex", "ebnf_grammar")

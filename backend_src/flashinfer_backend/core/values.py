@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a setting may be, as text: one reader for build.py's knobs and for the engine's own parameters."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine process: `python -m flashinfer_backend.engine`, started by its keeper (launch/keeper.py)."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import gc

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests with an adapter, until that is on the device."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator

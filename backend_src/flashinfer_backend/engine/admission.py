@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which requests the engine takes: from a client's message to a `Request`, or to what is wrong with it."""
 
-from __future__ import annotations
-
 import logging
 import time
 

@@ -11,8 +11,6 @@ number and the third frame of each that is kept, and at the end a message whose 
 https://docs.vllm.ai/en/stable/examples/online_serving/kv_events_subscriber
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests that ask for logits, from their wait for room until these are held no more."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum

@@ -6,8 +6,6 @@ such a request would wait for the rest of the running step and for a whole furth
 goes on receiving until shortly before the running step should end.
 """
 
-from __future__ import annotations
-
 import math
 
 from flashinfer_backend.core.step import StepPlan

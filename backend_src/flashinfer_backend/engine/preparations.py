@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What requests wait for between their arrival and the scheduler's queue."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Traces of a running engine's steps, which a client starts and ends; the knob profile_dir allows it."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import time

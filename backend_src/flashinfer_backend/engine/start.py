@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A ready engine: what runs steps, and what plans them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server's engines, as serve sees them: by the records that their keepers write (launch/keeper.py)."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

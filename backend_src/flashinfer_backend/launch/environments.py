@@ -2,8 +2,6 @@
 """What tritonserver leaves in /tmp when it is killed: for each start its Python backend makes a folder for
 environments that models bring along, and removes it only if the server ends without a signal."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import stat

@@ -6,8 +6,6 @@ and waits for it in vain; with nothing open at all it takes seconds to end. So s
 engines, the processors' clock and the kernel's queues.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

@@ -8,8 +8,6 @@ tritonserver it also ends when no stub is left. It alone writes the engines' rec
 know them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

@@ -5,8 +5,6 @@ Finds the server (NVIDIA's image, or the wheel nvidia-pytriton), gives it the en
 Python backend needs, and says when it is ready. The server ends with this process.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

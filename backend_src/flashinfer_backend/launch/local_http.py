@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Questions over HTTP to a server of this machine."""
 
-from __future__ import annotations
-
 import http.client
 import urllib.error
 import urllib.request

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The OpenAI API next to tritonserver, on the same engines (openai/supervisor.py)."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

@@ -6,8 +6,6 @@ postprocessing keeps the order of its answers, so all later ones wait behind it 
 ends every stream, and the server says that it is live and ready.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 import time

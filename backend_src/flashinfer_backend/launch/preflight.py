@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What has to be so before tritonserver is started: its libraries, its version, the repository."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

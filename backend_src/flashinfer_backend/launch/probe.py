@@ -4,8 +4,6 @@
 tritonserver says that it is ready while a model has lost its processes, so the probe asks for a token.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -4,8 +4,6 @@
 All lines pass unchanged, but for one that the server repeats 200 000 times a second.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import threading

@@ -2,8 +2,6 @@
 """One tritonserver, from its start to its end: whether it is ready, what of it has died or hangs, and how it
 is ended so that nothing of it is left."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -3,8 +3,6 @@
 tells its threads what to do, an end of clients that do not read, and of silent ones where there are too many.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl

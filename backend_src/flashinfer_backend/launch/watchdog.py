@@ -7,8 +7,6 @@ server itself has one answer: what is open gets an error, the server is ended wi
 again. Between, a maintenance server answers on the HTTP port.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

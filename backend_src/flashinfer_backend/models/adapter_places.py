@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Places for adapters on a rank's device, next to the weights that they add to."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 import safetensors.torch

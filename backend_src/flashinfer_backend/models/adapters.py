@@ -5,8 +5,6 @@ the model that it was trained for. Read without torch; models/adapter_places.py 
 What PEFT does with each key of adapter_config.json: https://huggingface.co/docs/peft/package_reference/lora.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

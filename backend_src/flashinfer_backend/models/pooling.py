@@ -6,8 +6,6 @@ sentence-transformers lists a model's modules in modules.json: https://sbert.net
 Qwen3-Reranker: https://arxiv.org/abs/2506.05176.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

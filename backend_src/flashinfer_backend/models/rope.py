@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary embedding: frequencies and tables."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -5,8 +5,6 @@ A file begins with the length of its header in 8 bytes, little endian; the heade
 tensor's shape and `data_offsets`, counted from its end; tensors lie in rows (safetensors' README, "Format").
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint's tensors on their way from its files to the device."""
 
-from __future__ import annotations
-
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fill a Transformer from the safetensors files of a checkpoint, or with random numbers."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import logging

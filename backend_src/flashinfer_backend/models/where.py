@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prints which weight each tensor of a checkpoint fills, and which part of it each rank reads."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Sequence
 

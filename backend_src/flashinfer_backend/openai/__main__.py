@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The OpenAI API: starts an engine and serves it, without tritonserver."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """/v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM has them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path

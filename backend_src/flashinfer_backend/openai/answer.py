@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all kinds of requests share on the way back: text of chunks, usage, events, clients that leave."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import secrets

@@ -2,8 +2,6 @@
 """Anthropic's Messages API, /v1/messages and /v1/messages/count_tokens: its requests as conversations, and
 answers as its messages and events. Fields are those of anthropic 2.14, its Python package."""
 
-from __future__ import annotations
-
 import json
 import re
 import secrets

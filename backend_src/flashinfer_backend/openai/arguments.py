@@ -2,8 +2,6 @@
 """Arguments of the API, independent of the engine's start: `python -m flashinfer_backend.openai` takes them
 under these names, flashinfer_backend.serve with a prefix."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from pathlib import Path

@@ -2,8 +2,6 @@
 """Bodies are compared with the table of bounds (core/bounds.py) before JSON becomes objects, which take many
 times its bytes, and seconds for millions of values."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import msgspec

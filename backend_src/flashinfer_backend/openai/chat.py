@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """/v1/chat/completions."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """/v1/completions."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bodies that a client has compressed."""
 
-from __future__ import annotations
-
 import zlib
 
 from flashinfer_backend.openai.errors import ApiError

@@ -5,8 +5,6 @@ Each text is a sequence of one token to the engine, which gives the pooled value
 they become embeddings or scores.
 """
 
-from __future__ import annotations
-
 import base64
 import math
 import secrets

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors in OpenAI's form, and in Anthropic's on the paths of its API."""
 
-from __future__ import annotations
-
 import msgspec
 from starlette.responses import Response
 from starlette.types import Scope

@@ -2,8 +2,6 @@
 """Answers that are lists of items, OpenAI's Responses and Anthropic's Messages: each run of events of one
 kind is an item. A stream tells how the items change."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from typing import Any
 

@@ -4,8 +4,6 @@
 Messages are plain ones (template.plain_messages): content is text, arguments of calls are objects.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

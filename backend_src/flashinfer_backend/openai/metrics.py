@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """/metrics: what this door's sequences took, of all its processes, and the engine's state."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a server's processes are told of a model that they serve."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

@@ -5,8 +5,6 @@ A field is accepted where leaving it out could not change what the client gets, 
 any other value. docs/openai.md shows the table.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

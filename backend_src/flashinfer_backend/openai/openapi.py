@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """/openapi.json: what the API takes, in OpenAPI 3.1, made from the structs that bodies are read into."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the API's arguments (openai/arguments.py) to what its processes are told."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Sequence

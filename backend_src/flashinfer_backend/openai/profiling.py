@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """/start_profile and /stop_profile, as vLLM has them: traces of the engines' steps (engine/profiling.py)."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path

@@ -2,8 +2,6 @@
 """The header x-request-id of every answer, by which clients and proxies name it in their logs; on the paths
 of Anthropic's API also its request-id."""
 
-from __future__ import annotations
-
 import re
 import secrets
 from collections.abc import Awaitable

@@ -5,8 +5,6 @@ A field that is not here is refused by its name. Fields of OpenAI's API that ask
 do are here, so that the value that asks for nothing passes.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

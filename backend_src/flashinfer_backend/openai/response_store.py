@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Responses that a process keeps in memory, for requests that go on from them or refer to their items."""
 
-from __future__ import annotations
-
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """/v1/responses: text, reasoning and calls of tools. Responses are kept only with --store-mib."""
 
-from __future__ import annotations
-
 import secrets
 import sys
 import time

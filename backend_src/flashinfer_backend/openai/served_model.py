@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all requests to one process for one model share: tokenizer, template, limits, the engines' link."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

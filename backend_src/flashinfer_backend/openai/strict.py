@@ -8,8 +8,6 @@ the functions. llguidance splits the text into terminals, each as long as it can
 terminal with the mark that ends it, and no other terminal that could stand there goes on behind that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote

@@ -4,8 +4,6 @@ ends, is stopped or hangs is replaced, with growing delays and without end; whil
 maintenance server answers. One that exits before any has served would do so again, and ends the API.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

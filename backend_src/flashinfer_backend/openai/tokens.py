@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """/tokenize and /detokenize."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from flashinfer_backend.openai.chat import Conversation, render

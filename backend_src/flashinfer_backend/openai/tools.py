@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tools of a request: what the template shows of them, and grammars that force calls."""
 
-from __future__ import annotations
-
 import secrets
 import string
 from collections import Counter

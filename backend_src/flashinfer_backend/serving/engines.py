@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model's engines, one or several, behind one set of calls for stubs and doors."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

@@ -7,8 +7,6 @@ process (transport/loads.py), the prompts that each engine got (transport/prefix
 reports.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

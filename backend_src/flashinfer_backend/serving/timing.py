@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """When a generation's tokens came, and the histograms that both doors make of that."""
 
-from __future__ import annotations
-
 import time
 
 LENGTHS = (10, 50, 100, 500, 1000)  # tokens

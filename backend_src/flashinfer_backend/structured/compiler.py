@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes grammars of what requests ask for, for the checkpoint's tokenizer."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Guided decoding: which tokens a sequence's grammar allows next, by llguidance's matcher on the host."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from itertools import pairwise, takewhile

@@ -6,8 +6,6 @@ One thread gives all rows of a step to llguidance's own threads, without the int
 matcher bound what a row costs, and it fails alone.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gets the grammars of requests ready in threads, next to the engine's loop."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -5,8 +5,6 @@ Python's own parser reads them, so that they mean what they mean to `re` and to 
 are written out in a part of the syntax of Rust's crate regex that leaves nothing open.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import warnings

@@ -6,8 +6,6 @@ sent for the sequence, then the m new ones. It lets any postprocessing instance 
 tensor, since each costs the server and both stubs as much as the rest of a chunk.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -8,8 +8,6 @@ character at the end of the text sent so far. UTF-8 resynchronises at every lead
 has at most four bytes, so the last three bytes sent determine that state.
 """
 
-from __future__ import annotations
-
 import codecs
 import json
 import re

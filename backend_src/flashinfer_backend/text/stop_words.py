@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stop words found in the text of one sequence, however its tokens cut it, or in its ids."""
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Sequence
 from typing import NamedTuple

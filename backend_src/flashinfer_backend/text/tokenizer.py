@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint folder's tokenizer: text to ids, and the ids with a role."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the server listens: addresses of host names, ports that are free, URLs that reach it."""
 
-from __future__ import annotations
-
 import errno
 import ipaddress
 import resource

@@ -7,8 +7,6 @@ never, and when the newest of those was sent. A sequence that finds its entry us
 alive, and keeping up, for longer.
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

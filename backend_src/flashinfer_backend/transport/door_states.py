@@ -2,8 +2,6 @@
 """Which doors of a server are up, and how often each was started again: serve writes it to a file, and each
 door shows it in its metrics, so that one door tells that the other is down."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

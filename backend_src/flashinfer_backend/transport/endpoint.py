@@ -5,8 +5,6 @@ Other threads hand it messages through a queue and an eventfd. The same thread w
 pidfd, so an engine that dies is noticed within a wake-up, and connects to the next one that is recorded.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine's end of the socket, and its watch over the processes it serves."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

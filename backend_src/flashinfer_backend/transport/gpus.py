@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which GPUs the engines of a model get: gpu_device_ids, in the words of CUDA_VISIBLE_DEVICES."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from flashinfer_backend.core.config import EngineConfig, device_contradictions, gpus_per_engine

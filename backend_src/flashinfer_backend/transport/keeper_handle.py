@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the processes that use a model's engines start the one that keeps them (launch/keeper.py)."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

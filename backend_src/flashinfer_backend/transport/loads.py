@@ -8,8 +8,6 @@ their load every 100 ms: by these reports alone all processes would send to the 
 for the next process with its pid.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -6,8 +6,6 @@ all of them in one datagram each: STOP and the id. Before serve ends tritonserve
 what is open with an error: FAIL and the text.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -7,8 +7,6 @@ many tokens the engine had written by then. There is no lock: an entry that two 
 then a request goes to another engine than the best.
 """
 
-from __future__ import annotations
-
 from hashlib import blake2b
 from pathlib import Path
 

@@ -19,8 +19,6 @@ counter of that stub, the local id, in the low 32. Token frames carry only the l
 because a frame goes to the one stub that submitted its rows.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path

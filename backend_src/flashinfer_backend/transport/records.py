@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which processes look after a model and compute for it: files in its run directories."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -2,8 +2,6 @@
 """When what has ended unexpectedly is started again: one rule for engines, for the server and for the
 processes of the OpenAI API."""
 
-from __future__ import annotations
-
 import time
 
 from flashinfer_backend.transport import rundir

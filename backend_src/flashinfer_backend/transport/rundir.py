@@ -6,8 +6,6 @@ datagram socket per stub (peers.py). Nothing in it outlives the server; what a s
 that was killed together with its keeper is removed by the next one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import math

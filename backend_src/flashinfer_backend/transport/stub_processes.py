@@ -8,8 +8,6 @@ in it can help. A stub that was just started when its server gave up waiting for
 but leaves its memory behind (both seen with tritonserver 2.51).
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

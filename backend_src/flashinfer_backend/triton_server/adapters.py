@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which adapter each row of a request has: by name, or as TensorRT-LLM's clients send it."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping

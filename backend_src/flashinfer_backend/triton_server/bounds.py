@@ -2,8 +2,6 @@
 """Tensors are compared with the table of bounds (core/bounds.py) before anything is done with them that takes
 time by their size."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 import numpy as np

@@ -8,8 +8,6 @@ sent and not marked is either refused or still queued; the queue is first in, fi
 (preserve_ordering), so once a probe sent after it has come back it was refused.
 """
 
-from __future__ import annotations
-
 import threading
 import traceback
 from collections.abc import Callable, Mapping

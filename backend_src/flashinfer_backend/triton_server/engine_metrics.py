@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics of the engines, which all instances of a model share: one instance writes them for all."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -11,8 +11,6 @@ Where a machine or container is paused, so is tritonserver, and little is given 
 server's models know the difference by each other: each counts tenths of a second in a file that all can see.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

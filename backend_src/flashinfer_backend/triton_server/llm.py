@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The llm model: token ids in, token ids out. A thin adapter between Triton and the engine process."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

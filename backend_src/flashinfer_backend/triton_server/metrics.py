@@ -5,8 +5,6 @@ Setting or observing a value is a round trip to the server (some 20 us), so none
 pass: what a sequence took is noted when it ends, and a thread hands the notes to Triton every period.
 """
 
-from __future__ import annotations
-
 import threading
 import traceback
 from collections import Counter, deque

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a response of the llm model holds."""
 
-from __future__ import annotations
-
 from collections.abc import Container
 from dataclasses import dataclass, field
 

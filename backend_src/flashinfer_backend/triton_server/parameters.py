@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The string parameters of a Triton model's config.pbtxt."""
 
-from __future__ import annotations
-
 import json
 
 from flashinfer_backend.config_tools.knobs import BY_NAME

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The postprocessing model: token ids to text."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

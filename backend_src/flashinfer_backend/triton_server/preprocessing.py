@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The preprocessing model: text to token ids."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ They are declared in config.pbtxt so that a client which sends one is told, inst
 answer that ignores it. A value that asks for nothing (beam_width 1, an empty tensor) passes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

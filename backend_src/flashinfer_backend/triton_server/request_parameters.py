@@ -6,8 +6,6 @@ and HTTP infer some names are the server's: `timeout` arrives as the request's o
 shown to a Python model. Hence `queue_priority`, which arrives from everywhere.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any, NamedTuple
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Open requests of one stub and the threads that send their responses."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import queue

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Word lists and biases as TensorRT-LLM's model takes them, turned into lists of token ids."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

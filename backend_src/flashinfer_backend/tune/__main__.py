@@ -7,8 +7,6 @@ of several shapes gather in one FILE. A new one begins with this device's number
 else with the generic ones.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Sequence

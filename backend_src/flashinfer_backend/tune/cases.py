@@ -2,8 +2,6 @@
 """The kernels that are searched, as cases of search.py: sizes, candidates and neighbours of each. Nothing
 here needs a GPU."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -2,8 +2,6 @@
 """Times on this process's GPU. What is compared takes turns, as the clock follows the power; weights differ
 from call to call, so that they come from memory."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Sequence

@@ -6,8 +6,6 @@ A `Case` is what one kernel may take for one key and shape of its table: which n
 fields to try, and which are next to the best of them (tune/cases.py has them).
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence

@@ -9,8 +9,6 @@ Each kernel has a `Table` of what it takes: by a key (a product's role, say), a 
 of tokens. `find` is the one rule by which all of them are read.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

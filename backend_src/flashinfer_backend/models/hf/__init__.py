@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a checkpoint of Hugging Face's format to a ModelSpec: one file a family."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -2,8 +2,6 @@
 """Apertus: https://arxiv.org/abs/2509.14233. Llama with a norm of each head's queries and keys, and an MLP
 without a gate, whose activation has numbers of each layer (xIELU: https://arxiv.org/abs/2411.13010)."""
 
-from __future__ import annotations
-
 from flashinfer_backend.models.hf.config import ORIGINAL, Config, normed
 from flashinfer_backend.models.spec import ModelSpec
 

@@ -2,8 +2,6 @@
 """Arcee's AFM: https://huggingface.co/arcee-ai/AFM-4.5B. Llama with an MLP without a gate, whose activation
 is the square of ReLU: https://arxiv.org/abs/2109.08668."""
 
-from __future__ import annotations
-
 from flashinfer_backend.models.hf.config import ANY, Config
 from flashinfer_backend.models.spec import ModelSpec
 

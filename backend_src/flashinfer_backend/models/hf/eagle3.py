@@ -5,8 +5,6 @@ A drafter's config.json is that of its layers with a few keys more (SafeAILab, l
 layers' in transformer_layer_config (https://github.com/vllm-project/speculators).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 

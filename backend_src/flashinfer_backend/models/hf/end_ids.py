@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which token ends a text, by the files of a tokenizer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from flashinfer_backend.core.checkpoint_json import read_object_if_there

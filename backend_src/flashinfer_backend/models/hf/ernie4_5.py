@@ -2,8 +2,6 @@
 """ERNIE 4.5, the dense models: https://ernie.baidu.com/blog/publication/ERNIE_Technical_Report.pdf. Llama,
 whose rotary embedding pairs neighbours."""
 
-from __future__ import annotations
-
 from flashinfer_backend.models.hf.config import Config, interleaved
 from flashinfer_backend.models.spec import ModelSpec
 

@@ -2,8 +2,6 @@
 """EXAONE 4: https://arxiv.org/abs/2507.11407. Norms of what layers add, in place of the residual stream's,
 and of each head's queries and keys; in large ones windows, and layers without them that are not rotated."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from flashinfer_backend.core.values import shown

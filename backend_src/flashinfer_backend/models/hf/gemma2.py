@@ -2,8 +2,6 @@
 """Gemma 2: https://arxiv.org/abs/2408.00118. Gemma 3 with soft caps in place of the norms of queries and
 keys, and a window in every other layer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from flashinfer_backend.models.hf.config import ANY, Config

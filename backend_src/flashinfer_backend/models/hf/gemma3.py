@@ -2,8 +2,6 @@
 """Gemma 3's text models: https://arxiv.org/abs/2503.19786. Norms around attention and MLP, windows in five of
 six layers, a rotary embedding for each kind of layer, an MLP gated by GELU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -2,8 +2,6 @@
 """GLM-4-0414, the dense models: https://arxiv.org/abs/2406.12793. Norms around attention and MLP, a rotary
 embedding of neighbours in half of each head, and one matrix of the gate and the up projection."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from flashinfer_backend.models.hf.config import ANY, Config, fused, interleaved

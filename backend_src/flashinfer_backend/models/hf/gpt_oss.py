@@ -2,8 +2,6 @@
 """GPT-OSS: https://arxiv.org/abs/2508.10925. Windows in every other layer, sinks, biases everywhere, experts
 gated by a clipped SwiGLU whose gate and up projections take turns row by row."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from flashinfer_backend.models.hf.config import Config, whole

@@ -2,8 +2,6 @@
 """Granite 3, the dense models: https://arxiv.org/abs/2405.04324. Llama with multipliers of the embedding, of
 scores, of what layers add and of logits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from flashinfer_backend.models.hf.config import ANY, Config

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Helium 1: https://huggingface.co/kyutai/helium-1-2b. Llama, whose rotary embedding pairs neighbours."""
 
-from __future__ import annotations
-
 from flashinfer_backend.models.hf.config import ANY, Config, interleaved
 from flashinfer_backend.models.spec import ModelSpec
 

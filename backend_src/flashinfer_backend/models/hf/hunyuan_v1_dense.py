@@ -2,8 +2,6 @@
 """Hunyuan's dense models: https://huggingface.co/tencent/Hunyuan-7B-Instruct. Llama with norms of each head's
 queries and keys behind the rotary embedding."""
 
-from __future__ import annotations
-
 from flashinfer_backend.models.hf.config import Config, normed
 from flashinfer_backend.models.spec import ModelSpec
 

@@ -2,8 +2,6 @@
 """InternLM3: https://huggingface.co/internlm/internlm3-8b-instruct. Llama, whose biases, if there are any,
 are in all products."""
 
-from __future__ import annotations
-
 from flashinfer_backend.models.hf.config import ANY, Config
 from flashinfer_backend.models.spec import ModelSpec
 

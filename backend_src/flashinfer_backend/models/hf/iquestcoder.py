@@ -2,8 +2,6 @@
 """IQuest-Coder: https://huggingface.co/IQuestLab/IQuest-Coder-V1-40B-Instruct. Llama with other
 sizes."""
 
-from __future__ import annotations
-
 from flashinfer_backend.models.hf.config import ANY, Config
 from flashinfer_backend.models.spec import ModelSpec
 

@@ -4,8 +4,6 @@
 Pre-norm layers, rotary embedding, grouped queries, an MLP gated by SiLU.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from flashinfer_backend.models.hf.config import Config

@@ -3,8 +3,6 @@
 and keys normed behind the rotation; in every fourth layer over all tokens, without rotation, with queries
 that grow with their position; one expert for a token, and one that all tokens share."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from flashinfer_backend.core.values import shown

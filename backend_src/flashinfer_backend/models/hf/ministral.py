@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ministral 8B: https://mistral.ai/news/ministraux. Mistral with a window in some layers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from flashinfer_backend.models.hf.config import Config

@@ -2,8 +2,6 @@
 """Ministral 3: https://huggingface.co/mistralai/Ministral-3-8B-Instruct-2512. Mistral with YaRN, and queries
 that grow with their position beyond the positions of the first training."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mistral 7B and its relatives: https://arxiv.org/abs/2310.06825. Llama with a window in every layer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from flashinfer_backend.models.hf.config import Config

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixtral: https://arxiv.org/abs/2401.04088. Mistral with experts, two of eight a token."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from flashinfer_backend.models.hf.config import Config

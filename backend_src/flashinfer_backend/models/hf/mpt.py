@@ -2,8 +2,6 @@
 """MPT: https://www.databricks.com/blog/mpt-7b. No biases, no positions but attention's (ALiBi), LayerNorms,
 and an MLP without a gate."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The text model of a multimodal checkpoint."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from flashinfer_backend.core.checkpoint_json import check_kinds

@@ -2,8 +2,6 @@
 """OLMo 2: https://arxiv.org/abs/2501.00656. Norms of what layers add, in place of the residual stream's, and
 of all heads' queries and keys."""
 
-from __future__ import annotations
-
 from flashinfer_backend.models.hf.config import OUTER_NORMS, Config, normed
 from flashinfer_backend.models.spec import ModelSpec
 

@@ -2,8 +2,6 @@
 """OLMo 3: https://allenai.org/olmo. OLMo 2 with windows in three of four layers, and a rotary embedding for
 each kind of layer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from flashinfer_backend.models.hf.config import OUTER_NORMS, Config, normed

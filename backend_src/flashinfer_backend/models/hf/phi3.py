@@ -2,8 +2,6 @@
 """Phi-3 and Phi-4: https://arxiv.org/abs/2404.14219, https://arxiv.org/abs/2412.08905. Llama with one matrix
 of queries, keys and values, and one of the gate and the up projection."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from flashinfer_backend.models.hf.config import ANY, Config, fused

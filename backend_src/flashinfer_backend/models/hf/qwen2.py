@@ -2,8 +2,6 @@
 """Qwen2 and Qwen2.5: https://arxiv.org/abs/2407.10671. Llama with a bias of queries, keys and values, and a
 window in the last layers of some checkpoints."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from flashinfer_backend.models.hf.config import Config

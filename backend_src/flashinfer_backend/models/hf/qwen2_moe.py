@@ -2,8 +2,6 @@
 """Qwen1.5's and Qwen2's mixtures of experts: https://arxiv.org/abs/2407.10671. Qwen2 with experts, and next
 to them an MLP of every token, whose gate is a sigmoid."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from flashinfer_backend.models.hf.config import Config

@@ -2,8 +2,6 @@
 """Qwen3, the dense models: https://arxiv.org/abs/2505.09388. Qwen2 with norms of each head's queries and keys
 in place of the bias."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from flashinfer_backend.models.hf.config import Config, normed

@@ -2,8 +2,6 @@
 """Qwen3.5 and later, text: Qwen3-Next's layers, with MLPs or with experts. Projections of delta nets are
 matrices of their own."""
 
-from __future__ import annotations
-
 from flashinfer_backend.models.hf.config import Config
 from flashinfer_backend.models.hf.qwen3_next import hybrid, shared_experts
 from flashinfer_backend.models.spec import ModelSpec

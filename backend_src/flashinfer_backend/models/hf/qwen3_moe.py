@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen3's mixtures of experts: https://arxiv.org/abs/2505.09388. Qwen3 with experts in place of MLPs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from flashinfer_backend.core.values import shown

@@ -3,8 +3,6 @@
 an output gate (https://arxiv.org/abs/2505.06708) in the others, and experts next to one that all tokens
 share."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -2,8 +2,6 @@
 """Seed-OSS: https://huggingface.co/ByteDance-Seed/Seed-OSS-36B-Instruct. Llama with a bias of queries, keys
 and values, and in some checkpoints of what attention adds."""
 
-from __future__ import annotations
-
 from flashinfer_backend.models.hf.config import Config
 from flashinfer_backend.models.spec import ModelSpec
 

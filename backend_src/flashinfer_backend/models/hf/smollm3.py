@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """SmolLM3: https://huggingface.co/blog/smollm3. Llama, with layers without rotary embedding."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from flashinfer_backend.core.values import shown

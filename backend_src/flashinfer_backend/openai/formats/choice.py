@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which formats a checkpoint writes, told from its chat template."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

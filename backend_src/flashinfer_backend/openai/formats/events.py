@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What readers of a model's text give out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """OpenAI's Harmony format: messages with channels; the analysis channel is reasoning."""
 
-from __future__ import annotations
-
 import re
 
 from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, REASONING, Event, held

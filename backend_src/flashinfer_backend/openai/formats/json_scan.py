@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """JSON read piece by piece: where a value ends, and calls written as JSON objects."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Collection

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tool calls as Qwen3-Coder writes them: a tag for the function and one for each parameter."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Collection, Mapping

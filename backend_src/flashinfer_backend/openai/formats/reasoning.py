@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reasoning between <think> and </think>, at the beginning of an answer."""
 
-from __future__ import annotations
-
 from flashinfer_backend.openai.formats.events import CALL, CONTENT, REASONING, Event, Reader, split_held
 
 OPEN, CLOSE = "<think>", "</think>"

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """JSON schemas that only texts satisfy, and perhaps null: their values can be written without quotes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 from urllib.parse import unquote
