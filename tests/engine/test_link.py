@@ -4,6 +4,7 @@
 import contextlib
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -227,6 +228,26 @@ def test_a_killed_engine_fails_open_requests_and_is_replaced(shared: Shared, vic
         assert late.ended.wait(TIMEOUT_S)
     wait_for(lambda: link.up and shared.status.pid != pid)
     assert complete(link) == expected and len(engines(shared.run_dir)) == 1
+
+
+def test_a_process_without_descriptors_finds_the_next_engine_when_it_has_some(shared: Shared) -> None:
+    link, pid, taken = shared.link, shared.status.pid, list[int]()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    os.kill(pid, signal.SIGKILL)
+    try:
+        until = time.monotonic() + 1.0
+        while link.up or time.monotonic() < until:
+            with contextlib.suppress(OSError):
+                while True:
+                    taken.append(os.open(os.devnull, os.O_RDONLY))
+            time.sleep(0.001)
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    wait_for(lambda: link.up and shared.status.pid != pid)
+    assert len(complete(link)) == 8
 
 
 def test_generates_and_leaves_nothing_though_a_request_is_open(run_dir: Path) -> None:

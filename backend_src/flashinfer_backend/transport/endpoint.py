@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
@@ -81,6 +81,7 @@ class Endpoint:
         self._closing = False
         self._refusal = ""  # why nothing more is submitted, once serve has said so
         self._was_ready = False
+        self._said = ""  # what failed last
         self._known = threading.Event()  # ready, failed to get there, or started again after it was ready
         self.error: Exception | None = None  # which ended this link
         self.status: protocol.Status | None = None
@@ -191,25 +192,20 @@ class Endpoint:
         os.close(self._wake)
 
     def _run(self) -> None:
-        context, said = zmq.Context(), ""
+        context = zmq.Context()
         try:
             while not self._closing:
-                try:
+                with self._tried_again():
                     self._ensure()
-                except (OSError, EngineStartError) as error:
-                    if not self._was_ready:
-                        raise
-                    if said != str(error):  # tried again: the machine may lack room for a while
-                        said = str(error)
-                        traceback.print_exc()
-                record = read_engine(self._run_dir)
-                alive = record is not None and record.alive
-                if record is not None and record.ever_ready and not (alive and record.ready):
-                    self._known.set()
-                if record is not None and alive:
-                    self._serve(context, record)
-                else:
-                    time.sleep(RETRY_S)
+                with self._tried_again():
+                    record = read_engine(self._run_dir)
+                    alive = record is not None and record.alive
+                    if record is not None and record.ever_ready and not (alive and record.ready):
+                        self._known.set()
+                    if record is not None and alive:
+                        self._serve(context, record)
+                        continue
+                time.sleep(RETRY_S)
         except Exception as error:
             self.error = error
             if self._was_ready:  # else wait_known() gives it
@@ -219,15 +215,28 @@ class Endpoint:
             self._known.set()
             context.destroy(linger=200)
 
+    @contextlib.contextmanager
+    def _tried_again(self) -> Iterator[None]:
+        """Once an engine was ready, what fails is said once, and done again: the machine, or this process,
+        may lack room or descriptors for a while."""
+        try:
+            yield
+        except (OSError, zmq.ZMQError, EngineStartError) as error:
+            if not self._was_ready:
+                raise
+            if self._said != str(error):
+                self._said = str(error)
+                traceback.print_exc()
+
     def _serve(self, context: zmq.Context, record: EngineRecord) -> None:
         """Exchanges messages with one engine until it ends or the stub leaves."""
-        try:
-            pidfd = os.pidfd_open(record.pid)
-        except ProcessLookupError:
-            return
         # A new socket, and so a new identity, for each engine: nothing meant for another one is sent.
-        socket = context.socket(zmq.DEALER)
+        socket, pidfd = context.socket(zmq.DEALER), -1
         try:
+            try:
+                pidfd = os.pidfd_open(record.pid)
+            except ProcessLookupError:
+                return
             socket.setsockopt(zmq.SNDHWM, 0)
             socket.setsockopt(zmq.RCVHWM, 0)
             socket.connect(protocol.socket_address(self._run_dir))
@@ -251,7 +260,7 @@ class Endpoint:
                     return
             socket.send(protocol.encode(protocol.Goodbye(self._pid)))
         except Exception:
-            if not self._was_ready:
+            if not self._was_ready or pidfd < 0:
                 raise
             # Whatever one message did, the stub must not stay without an engine: it reconnects.
             traceback.print_exc()
@@ -260,7 +269,8 @@ class Endpoint:
             self._go_down(LINK_LOST)
             time.sleep(RETRY_S)
         finally:
-            os.close(pidfd)
+            if pidfd >= 0:
+                os.close(pidfd)
             socket.close(linger=200)
 
     def _receive(self, socket: zmq.Socket) -> None:
