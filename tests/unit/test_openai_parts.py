@@ -325,6 +325,9 @@ def test_messages_as_templates_take_them() -> None:
     )
     assert user == {"role": "user", "content": "a\nb"}
     assert assistant["tool_calls"][0]["function"]["arguments"] == {"a": [1]} and assistant["content"] == ""
+    said = {"role": "assistant", "refusal": "No.", "reasoning": "Hm"}
+    (refusing,) = plain_messages([said])
+    assert (refusing["content"], refusing["reasoning_content"]) == ("No.", "Hm")
 
 
 def test_values_where_a_request_is_silent(tmp_path: Path) -> None:

@@ -201,6 +201,10 @@ def _plain_message(message: Mapping[str, Any], place: str, content_place: str) -
         raise ApiError(f"{place}.role is {shown(role)}; it should be one of {', '.join(ROLES)}", param=place)
     plain = {name: value for name, value in message.items() if value is not None}
     content = message.get("content")
+    if role == "assistant":  # a refusal as OpenAI answers it, reasoning as vLLM does
+        content = plain.pop("refusal", None) if content is None else content
+        if isinstance(plain.get("reasoning"), str):
+            plain.setdefault("reasoning_content", plain["reasoning"])
     if content is None and role != "assistant":
         raise field_error(content_place, "is missing")
     plain["content"] = _text(content, content_place)
