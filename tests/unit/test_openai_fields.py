@@ -65,6 +65,12 @@ MESSAGE: Any = {"messages": [], "max_tokens": 1}
         (requests.ChatRequest, CHAT, {}, {"guided_regex": "a", "guided_json": {}}),
         (requests.ChatRequest, CHAT, {}, {"guided_regex": "a", "structured_outputs": {"regex": "a"}}),
         (requests.ResponsesRequest, RESPONSE, {"max_tool_calls": 3}, {"max_tool_calls": 0}),
+        (
+            requests.ResponsesRequest,
+            RESPONSE,
+            {"include": ["web_search_call.action.sources", "code_interpreter_call.outputs"]},
+            {"include": ["message.output_text.logprobs"]},
+        ),
         (requests.ResponsesRequest, RESPONSE, {"truncation": "auto"}, {"truncation": "middle"}),
         (requests.ResponsesRequest, RESPONSE, {"return_token_ids": False}, {"return_token_ids": True}),
         (requests.MessagesRequest, MESSAGE, {"service_tier": "standard_only"}, {"speed": "fast"}),

@@ -21,6 +21,11 @@ from flashinfer_backend.openai.errors import ApiError, field_error, wrong_value
 from flashinfer_backend.openai.no_effect import check_no_effect
 
 ENCRYPTED_REASONING = "reasoning.encrypted_content"  # what a response may include
+# Of calls of tools that OpenAI runs, which no answer here has. Clients ask for them with these tools.
+OF_LEFT_OUT_TOOLS = (
+    *("web_search_call.action.sources", "web_search_call.results", "file_search_call.results"),
+    *("code_interpreter_call.outputs", "computer_call_output.output.image_url"),
+)
 
 LEAST_TIMEOUT_S = 1e-6
 MOST = 3e38  # of numbers that the engine keeps in 32 bits: beyond them they were infinite
@@ -274,7 +279,7 @@ class ResponsesRequest(Sampling, kw_only=True):
             if getattr(self, name):
                 raise field_error(name, "is not supported")
         for what in self.include or []:
-            if what != ENCRYPTED_REASONING:
+            if what not in (ENCRYPTED_REASONING, *OF_LEFT_OUT_TOOLS):
                 raise field_error("include", f"holds {shown(what)}; only {ENCRYPTED_REASONING} is supported")
 
 
