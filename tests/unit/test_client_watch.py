@@ -96,16 +96,6 @@ def test_a_client_that_stays_is_never_probed_for(table, marker):
     assert stream.probes == 0
 
 
-def test_a_client_that_left_is_found_at_the_second_check(table, marker):
-    stream = Stream(table, marker)
-    stream.send()
-    stream.left = True
-    stream.send()
-    assert stream.check() == []
-    assert stream.check() == [stream.handle]
-    assert stream.probes == 1
-
-
 def test_a_client_that_left_before_the_first_chunk(table, marker):
     stream = Stream(table, marker)
     stream.left = True

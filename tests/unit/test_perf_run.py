@@ -282,23 +282,18 @@ def test_the_gpus_of_a_run_are_those_it_ran_on(tmp_path, model_dir):
         (["--time-limit", "nan"], "--time-limit: 'nan' must be a number of seconds over 0"),
         (["--time-limit", "40"],
          "--time-limit 40 leaves no time to measure: 40 s of it are kept for stopping"),
-        (["--workers", "-1"], "--workers: '-1' must be a whole number of at least 0"),
         (["--rows", "zz"], "no scenario for row zz; rows are a,"),
         (["--server", "zz"], "unknown server zz; servers are ours, ours-openai, vllm"),
-        (["--server", "ours:fast"], "unknown variant fast of server ours; it has none"),
-        (["--server", "ours-openai:fast"], "variants are workers-4, workers-1, all"),
-        (["--url", "http://x"], "--url http://x should be SERVER=URL"),
         (["--url", "ours=127.0.0.1:8000"], "--url ours=127.0.0.1:8000 should be SERVER=URL"),
         (["--url", "sglang=http://x"], "--url sglang=URL: --server ours,vllm does not name sglang"),
         (["--server", "vllm", "--knob", "a=1"], "--knob and --profile are for ours: --server vllm names"),
         (["--server", "vllm", "--profile", "{tmp}/few.json"], "--server vllm names none of ours, ours-o"),
-        (["--knob", "bad"], "knob 'bad' must have the form name=value"),
+        (["--knob", "a=$x"], "knob 'a=$x' must have the form name=value"),
         (["--knob", "load_format=auto"], "knob load_format=auto: should be given as --load-format"),
         (["--knob", "max_num_seq=4"], "--knob: unknown knob 'max_num_seq'; did you mean max_num_seqs or"),
         (["--knob", "max_num_seqs=0"], "--knob: max_num_seqs=0: should be an integer 1..4096"),
         (["--knob", "replicas=x"], "knob replicas=x: should be a whole number"),
         (["--knob", "replicas=4"], "ours would run on 4 GPUs in row a and vllm:servers-4 on 1"),
-        (["--knob", "tensor_parallel_size=2"], "ours would run on 2 GPUs in row a and vllm:servers-4 on 1"),
         (["--server", "vllm,ours-openai", "--check-tokens"], "--check-tokens is for Triton's ensemble"),
         (["--url", "ours=http://x", "--url", "ours=http://y"], "--url ours=URL is given twice"),
         (["--knob", "a=1", "--url", "ours=http://x"], "without --url ours=URL"),
@@ -366,14 +361,6 @@ def test_a_dry_run_says_what_it_would_do_and_does_nothing(tmp_path, asked, monke
     with pytest.raises(SystemExit):  # what it finds out it refuses
         run.main([*how, "--server", "ours", "--rows", "d", "--sharegpt", str(tmp_path / "none.json")])
     assert "none.json: there is no such file" in capsys.readouterr().err
-
-
-def test_knobs_reach_the_build_and_cannot_carry_shell():
-    knobs = plan.knob_options(["max_num_seqs=512", "dtype=bfloat16"])
-    assert knobs == "--set max_num_seqs=512 --set dtype=bfloat16"
-    for bad in ("max_num_seqs", "a=1; rm x", "a=$(x)"):
-        with pytest.raises(ValueError, match="must have the form"):
-            plan.knob_options([bad])
 
 
 @pytest.mark.parametrize("main", [bench_engine.main, profile_steps.main])

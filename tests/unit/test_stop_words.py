@@ -103,17 +103,6 @@ def test_a_word_inside_a_token_and_across_chunks():
     assert matcher.feed(letters("cde")) == StopMatch(1, -1, 2, 1, 4, 2)
 
 
-def test_the_first_complete_word_wins_and_of_two_the_longest():
-    assert feed_all(matcher_of(["abcd", "bc"], BYTES), [letters("abcd")]).word == 1
-    assert feed_all(matcher_of(["b", "ab"], BYTES), [letters("aab")])[:3] == (1, 1, 3)
-
-
-def test_empty_words_never_match_and_hold_nothing():
-    matcher = matcher_of(["", ""], BYTES, hold_back=True)
-    assert matcher.feed(letters("abc")) is None
-    assert matcher.held == 0
-
-
 def test_what_may_begin_a_word_is_held():
     matcher = matcher_of(["aab", "xyz"], BYTES, hold_back=True)
     held = []
@@ -130,14 +119,6 @@ def test_nothing_is_held_unless_asked():
     matcher = matcher_of(["ab"], BYTES)
     assert matcher.feed(letters("a")) is None
     assert matcher.held == 0
-
-
-def test_a_word_split_inside_a_character():
-    ids = ids_of("x京y")
-    assert len(ids) > 3
-    matcher = matcher_of(["京"], BYTES)
-    assert [matcher.feed([i]) for i in ids[:-2]] == [None] * (len(ids) - 2)
-    assert matcher.feed(ids[-2:-1]) == StopMatch(0, 0, 1, 1, 2, 1)
 
 
 def test_behind_a_prompt_the_leading_space_stays():
@@ -171,16 +152,6 @@ def test_ids_that_may_begin_an_id_word_are_held():
     assert matcher.feed([turn, turn]) is None
     assert matcher.held == 3
     assert matcher.feed(letters("a")) == StopMatch(1, 1, 2, 3, 4, 1)
-
-
-def test_of_id_words_and_texts_the_first_complete_one_wins():
-    turn = byte_level().token_to_id("<|turn|>")
-    ids = letters("abcd")
-    by_ids = lambda *words: matcher_of(["bc", "d"], BYTES, id_words=words).feed(ids)  # noqa: E731
-    assert by_ids([turn]) == StopMatch(0, 1, 3, 1, 3, 3)
-    assert by_ids(letters("b"), letters("ab")) == StopMatch(3, 0, 2, 0, 2, 2), "of two the longest"
-    assert by_ids(letters("c")) == StopMatch(0, 1, 3, 1, 3, 3)
-    assert by_ids(letters("abc")) == StopMatch(2, 0, 3, 0, 3, 3)
 
 
 @settings(max_examples=200, deadline=None)
