@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes that stand still, alone or with others; real ones, stopped by signals."""
 
+import resource
 import shutil
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from flashinfer_backend.transport import rundir
-from flashinfer_backend.triton_server.freeze_guard import FreezeGuard
+from flashinfer_backend.triton_server.freeze_guard import LOOK_AGAIN_S, FreezeGuard
 from waiting import wait_for
 
 CHILD = """
@@ -112,6 +113,16 @@ def test_a_process_that_says_that_it_is_held_up_goes_on(pair):
     assert held_up.ask("something") == "handled"
     stand_still(held_up)
     assert held_up.ask("something") == ""
+
+
+def test_a_process_that_had_no_descriptors_for_a_while_goes_on(pair):
+    first, _ = pair
+    limits = resource.prlimit(first.process.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(first.process.pid, resource.RLIMIT_NOFILE, (0, limits[1]))
+    time.sleep(LOOK_AGAIN_S + 0.5)  # in which it looks for others
+    resource.prlimit(first.process.pid, resource.RLIMIT_NOFILE, limits)
+    time.sleep(1.2)
+    assert first.ask("work") == "handled"
 
 
 def test_files_that_were_removed_are_made_again(pair):

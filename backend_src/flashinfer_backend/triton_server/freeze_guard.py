@@ -97,9 +97,10 @@ class FreezeGuard:
                 self._own += 1
                 if self._at >= self._look_at and not self._closed.is_set():
                     self._look_at = self._at + LOOK_AGAIN_S
-                    self._keep_own()
-                    others = [path for path in self._folder.glob("beat-*") if path != self._file]
-                    self._others = rundir.arrays_of_others(others, self._others)
+                    with contextlib.suppress(OSError):  # no room now, no folder or no descriptor: tried again
+                        others = [path for path in self._folder.glob("beat-*") if path != self._file]
+                        self._others = rundir.arrays_of_others(others, self._others)
+                        self._keep_own()
 
     def _look(self) -> None:
         """Notices that this process stood still since the last look."""
@@ -117,10 +118,9 @@ class FreezeGuard:
         self._at, self._cpu, self._counts = now, cpu, counts
 
     def _keep_own(self) -> None:
-        """Makes the file again where somebody has removed it, as a cleaner of old files does."""
+        """Makes the file again where somebody has removed it, as a cleaner of old files does. Raises OSError."""
         if not self._file.exists():
-            with contextlib.suppress(OSError):  # there is no room now, or no folder: tried again
-                self._own = self._make()
+            self._own = self._make()
 
     def _make(self) -> np.ndarray:
         while True:
