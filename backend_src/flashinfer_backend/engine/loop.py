@@ -37,7 +37,7 @@ DECODE_POLL_MS = 10  # the same of other steps, whose time hardly changes from o
 
 
 class EngineLoop:
-    """Serves the stubs that connect to `socket` until none is left."""
+    """Serves the stubs that connect to `socket`."""
 
     def __init__(self, core: Core, socket: EngineSocket) -> None:
         self.config, self.scheduler, self.runner = core.config, core.scheduler, core.runner
@@ -69,7 +69,7 @@ class EngineLoop:
         self._next_status = 0.0
 
     def run(self) -> None:
-        """Until the server has gone or the last stub has said goodbye."""
+        """Until `socket` is closed: the engine's parent has ended, or the engine was told to end."""
         while self.step():
             pass
 

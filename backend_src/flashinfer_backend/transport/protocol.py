@@ -8,8 +8,8 @@ one-byte kind, then its payload:
     TOKENS   int32 [n, 3] little endian (local id, token id, finish code); the tokens of a
              sequence follow each other, and the last one alone has a finish code.
              Optionally followed by one more frame, a msgpack list of `RowReport` (one at
-             most of a sequence, which belongs to its last token of this frame), and a
-             frame for each of these that has context logits
+             most of a row, whose sequence and turn it names), and a frame for each of
+             these that has context logits
     FAILURE  msgpack `Failure`
     STATUS   msgpack `Status`
     PROFILED msgpack `Profiled`
@@ -101,8 +101,8 @@ class Freed(msgspec.Struct, tag="freed"):
 
 
 class Goodbye(msgspec.Struct, tag="goodbye"):
-    """The stub leaves; its open sequences are dropped. The engine ends with its last stub. said: else it has
-    died, and the engine's socket tells so."""
+    """The stub leaves; its open sequences are dropped. said: else it has died, and the engine's socket tells
+    so."""
 
     pid: int
     said: bool = True

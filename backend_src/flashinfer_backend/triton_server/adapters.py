@@ -61,9 +61,9 @@ def chosen_adapters(
     tensors: Mapping[str, np.ndarray], rows: int, name: str, adapters: AdapterNames | None
 ) -> list[tuple[str, str]]:
     """Folder and name of each row's adapter, both "" for none; a task id is its name. tensors: lora_task_id
-    uint64 [rows, 1], and with the
-    first request of an id lora_weights float16 [rows, modules, n] and lora_config int32 [rows, modules, 3].
-    name: the request's lora_name. adapters: None for a model without. Raises ValueError."""
+    uint64 [rows, 1], and with the first request of an id lora_weights float16 [rows, modules, n] and
+    lora_config int32 [rows, modules, 3]. name: the request's lora_name. adapters: None for a model without.
+    Raises ValueError."""
     given = [each for each in INPUTS if each in tensors and tensors[each].size]
     if adapters is None:
         if given:

@@ -118,7 +118,8 @@ class FreezeGuard:
         self._at, self._cpu, self._counts = now, cpu, counts
 
     def _keep_own(self) -> None:
-        """Makes the file again where somebody has removed it, as a cleaner of old files does. Raises OSError."""
+        """Makes the file again where somebody has removed it, as a cleaner of old files does. Raises
+        OSError."""
         if not self._file.exists():
             self._own = self._make()
 

@@ -104,7 +104,7 @@ class TritonPythonModel:
         tensors, error = [], None
         try:
             arrived = chunks(inputs)
-            # The llm step learns from what is missing here that a client has left (watch.py).
+            # The llm step learns from what is missing here that a client has left (client_watch.py).
             for chunk in arrived:
                 self._marker.mark(chunk.handle, chunk.sent_ns)
             texts = [chunk_text(self._decoder, chunk) for chunk in arrived]
