@@ -282,6 +282,20 @@ def test_without_room_a_process_still_sees_the_others(
     assert np.fromfile(tmp_path / own_name(), np.int64).tolist() == [0, 0, 9, 90]
 
 
+def test_without_descriptors_a_process_knows_the_others_that_it_knew(
+    other: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    table = LoadTable(tmp_path, 2)
+    assert table.of_others().tolist() == [[3, 500], [0, 0]]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        found = table.of_others().tolist()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert found == [[3, 500], [0, 0]]
+
+
 def test_files_of_other_sizes_harm_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a process that has no room, that is just making its file, or that knows of another number of
     engines."""

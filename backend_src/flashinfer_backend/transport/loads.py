@@ -48,7 +48,8 @@ class LoadTable:
         if time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + LOOK_AGAIN_S
             self._keep_own()
-            self._look()
+            with contextlib.suppress(OSError):  # no descriptors for a while: what it knew counts on
+                self._look()
         total = np.zeros(self._own.size, np.int64)
         for load in self._others.values():  # of a process that may know of more engines, or fewer
             size = min(len(load) // 2 * 2, len(total))  # whole pairs alone
@@ -81,7 +82,7 @@ class LoadTable:
     def _look(self) -> None:
         living = []
         for path in self._run_dir.glob("load-*-*"):
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(FileNotFoundError, PermissionError, ValueError):
                 _, started, pid = path.name.split("-")
                 if rundir.start_ticks(int(pid)) != int(started):
                     path.unlink()  # its process has ended, and no other one can have this name
