@@ -6,6 +6,7 @@ All processes of a server that take requests share them, in files of the model's
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -194,9 +195,7 @@ class AdapterNames:
                 kept.add(name)
         for folder in tasks.iterdir():
             if folder.is_dir() and folder.name not in kept and re.fullmatch("[0-9a-f]{32}", folder.name):
-                # At once: an engine that is about to read it finds all of it, or nothing.
-                gone = folder.replace(tempfile.mkdtemp(dir=tasks))
-                shutil.rmtree(gone, ignore_errors=True)
+                _remove(folder)
 
     def _convert(self, folder: Path, weights: np.ndarray, config: np.ndarray) -> None:
         """Write a folder as PEFT does."""
@@ -237,3 +236,17 @@ class AdapterNames:
         # The weights are scaled already: each module's alpha is its rank.
         text = json.dumps({"peft_type": "LORA", "lora_alpha": usual, "alpha_pattern": alphas})
         (folder / ADAPTER_CONFIG).write_text(text)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a task id's weights, at once: an engine that is about to read them finds all or nothing. Those
+    that an engine has a lock on stay (Place.lock)."""
+    gone, lock = tempfile.mkdtemp(dir=folder.parent), os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        folder.replace(gone)
+    except BlockingIOError:
+        pass
+    finally:
+        os.close(lock)
+        shutil.rmtree(gone, ignore_errors=True)
