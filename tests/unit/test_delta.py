@@ -196,33 +196,6 @@ def test_an_incomplete_character_is_held_and_flushed():
     assert decoder.delta(ids[:-1], [], True) == REPLACEMENT
 
 
-def test_leading_space_goes_only_at_the_start():
-    tokenizer = sentencepiece()
-    decoder = DECODERS["sentencepiece", True]
-    start, the = tokenizer.token_to_id("<s>"), tokenizer.token_to_id("▁the")
-    assert decoder.delta([], [the], False) == "the"
-    assert decoder.delta([start], [the], False) == "the"
-    assert decoder.delta([the], [the], False) == " the"
-    assert decoder.delta([the, start], [start, the], False) == " the"
-
-
-def test_context_may_begin_inside_a_character():
-    tokenizer = sentencepiece()
-    decoder = DECODERS["sentencepiece", True]
-    ids = tokenizer.encode("東京は日本の首都", add_special_tokens=False).ids
-    text = "".join(decoder.delta(ids[max(0, n - CONTEXT_IDS) : n], [ids[n]], False) for n in range(len(ids)))
-    assert len(ids) > 2 * CONTEXT_IDS
-    assert text == "東京は日本の首都"
-
-
-def test_a_run_of_bytes_with_a_fault_keeps_its_valid_characters():
-    """Where the library's decode replaces the whole run: documented in DeltaDecoder."""
-    tokenizer = sentencepiece()
-    ids = [tokenizer.token_to_id(f"<0x{b:02X}>") for b in (0xC3, 0xA9, 0xFF)]
-    assert tokenizer.decode(ids) == REPLACEMENT * 3
-    assert streamed(DECODERS["sentencepiece", True], ids, [1, 2]) == "é" + REPLACEMENT
-
-
 def test_another_decoder_is_streamed_by_difference():
     tokenizer = word_level()
     decoder = DeltaDecoder(tokenizer)
