@@ -26,7 +26,6 @@ from flashinfer_backend.config_tools.knobs import (
     REPORT_OUTPUTS,
     SECOND_ENSEMBLE,
     Knob,
-    engine_knobs,
 )
 from flashinfer_backend.config_tools.settings import complete
 from flashinfer_backend.config_tools.trt_names import FOREIGN
@@ -143,33 +142,13 @@ def test_every_other_parameter_of_llm_is_read_by_its_stub():
                 assert f'self._parameters, "{name}"' in stub or f'self._parameters.get("{name}"' in stub
 
 
-class MoreSettings(EngineConfig, kw_only=True, frozen=True):
-    """EngineConfig after somebody has added a setting."""
-
-    spare_blocks: Annotated[int, Setting("blocks left free", low=0, high=64)] = 2
-
-
 class Unsaid(EngineConfig, kw_only=True, frozen=True):
     spare_blocks: int = 2
 
 
-def test_a_new_field_is_all_that_a_new_knob_of_the_engine_takes():
-    *_, knob = engine_knobs(MoreSettings)
-    assert (knob.name, knob.default, knob.expected()) == ("spare_blocks", "2", "an integer 0..64")
-    assert knob.places == (("llm", "parameters.spare_blocks"),)
-    config = MoreSettings.from_parameters({"model_dir": "bundled", "spare_blocks": "7"})
-    assert config.spare_blocks == 7  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match=r"spare_blocks of the llm model is '65'; it should be an integer 0"):
-        MoreSettings.from_parameters({"model_dir": "bundled", "spare_blocks": "65"})
-    before = (MODEL_REPO / "llm" / "config.pbtxt").read_text(encoding="utf-8")
-    after = patch.with_engine_knobs(before, {knob.name: knob.default for knob in engine_knobs(MoreSettings)})
-    line = 'parameters { key: "spare_blocks" value { string_value: "2" } }'
-    assert line not in before and line in after
-
-
 def test_a_field_that_says_nothing_of_its_values_is_refused():
     with pytest.raises(TypeError, match=r"Unsaid\.spare_blocks should be Annotated with one Setting"):
-        engine_knobs(Unsaid)
+        fields(Unsaid)
 
 
 def test_names_are_unique_and_defaults_are_valid():

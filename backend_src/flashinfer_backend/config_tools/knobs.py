@@ -8,8 +8,6 @@ the checks read the table; the config.pbtxt files in model_repo/ hold its defaul
 import os
 from dataclasses import dataclass
 
-import msgspec
-
 from flashinfer_backend.core import config as engine
 from flashinfer_backend.core.values import INT32_MAX, Kind, Values
 
@@ -91,8 +89,8 @@ ENGINE_IN_TRT = frozenset(
 )  # fmt: skip
 
 
-def engine_knobs(config: type[msgspec.Struct] = engine.EngineConfig) -> tuple[Knob, ...]:
-    """A knob for each field, in their order."""
+def engine_knobs() -> tuple[Knob, ...]:
+    """A knob for each field of the engine's configuration, in their order."""
     return tuple(
         Knob(
             field.name, field.default_text, field.values.kind,
@@ -100,7 +98,7 @@ def engine_knobs(config: type[msgspec.Struct] = engine.EngineConfig) -> tuple[Kn
             low=field.values.low, high=field.values.high, in_trt=field.name in ENGINE_IN_TRT,
             text=field.values.text,
         )
-        for field in engine.fields(config)
+        for field in engine.fields(engine.EngineConfig)
     )  # fmt: skip
 
 
