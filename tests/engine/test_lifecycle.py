@@ -149,7 +149,7 @@ def test_contradicting_limits_are_refused(settings, message):
     [
         ({"model_dir": "m", "enable_kv_cache_reuse": "maybe"}, "it should be true or false"),
         ({"model_dir": "m", "max_input_len": "0"}, "it should be auto, or an integer >= 1"),
-        ({"model_dir": "m", "attention_backend": "fa9"}, "attention_backend"),
+        ({"model_dir": "m", "schedule_policy": "sjf"}, "policy .* is 'sjf'; it should be fcfs or lof"),
         ({"max_num_seqs": "4"}, "model_dir"),
     ],
 )

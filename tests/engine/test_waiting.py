@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from engine.harness import start_core
-from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.engine.loop import EngineLoop
 from flashinfer_backend.structured.preparation import GrammarPreparation
@@ -212,8 +211,3 @@ def test_sequences_of_one_request_share_its_prompt_under_lof():
     scheduler = engine.loop.scheduler
     assert list(engine.socket.tokens) == [2, 3, 4, 1]
     assert scheduler.prompt_tokens_reused == 2 * 32
-
-
-def test_other_policies_are_refused():
-    with pytest.raises(ValueError, match=r"schedule_policy .* is 'sjf'; it should be fcfs or lof"):
-        EngineConfig.from_parameters({"model_dir": "m", "schedule_policy": "sjf"})

@@ -61,7 +61,6 @@ def ids_of(text, special=False):
 def test_one_prompt(preprocessor, tokenizer):
     out = run_one(preprocessor, request("The fox, 東京 😀"))
     assert out["INPUT_ID"].tolist() == [ids_of("The fox, 東京 😀", special=True)]
-    assert out["INPUT_ID"][0, 0] == tokenizer.bos_id
     assert out["REQUEST_INPUT_LEN"].tolist() == [[out["INPUT_ID"].shape[1]]]
     assert out["REQUEST_OUTPUT_LEN"].tolist() == [[7]]
     assert out["OUT_END_ID"].tolist() == [[tokenizer.eos_id]] == [[1]]
@@ -224,9 +223,9 @@ def test_a_long_text_is_not_cut(tmp_path):
 
 
 def test_roles_of_tokens(tmp_path):
-    folder = write_folder(tmp_path, generation_config={"eos_token_id": [3, 1]}, config={"bos_token_id": 0})
+    folder = write_folder(tmp_path, generation_config={"eos_token_id": [3, 1]})
     tokenizer = TextTokenizer(folder)
-    assert (tokenizer.eos_id, tokenizer.pad_id, tokenizer.bos_id) == (3, 3, 0)
+    assert (tokenizer.eos_id, tokenizer.pad_id) == (3, 3)
     (folder / "special_tokens_map.json").write_text(
         '{"eos_token": {"content": "</s>"}, "pad_token": "<pad>"}'
     )

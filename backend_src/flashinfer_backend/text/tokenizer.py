@@ -19,7 +19,7 @@ ID_FILES = ("generation_config.json", "config.json")
 class TextTokenizer:
     """Encodes text.
 
-    backend: the `tokenizers.Tokenizer`. vocab_size: 1 + the largest id. eos_id, bos_id, pad_id:
+    backend: the `tokenizers.Tokenizer`. vocab_size: 1 + the largest id. eos_id, pad_id:
     token ids, None where the folder names none; a missing pad token is the eos token.
     """
 
@@ -35,7 +35,6 @@ class TextTokenizer:
         self.backend.no_padding()
         self.vocab_size = vocabulary_size(self.backend)
         self.eos_id = self._role_id(folder, "eos")
-        self.bos_id = self._role_id(folder, "bos")
         self.pad_id = self._role_id(folder, "pad")
         if self.pad_id is None:
             self.pad_id = self.eos_id
