@@ -82,9 +82,3 @@ def test_an_effort_that_agents_send(server: OpenAiServer) -> None:
     asked = {"messages": ASK, "reasoning_effort": "extreme"}
     status, message, *_ = server.error("/v1/chat/completions", asked)
     assert status == 400 and "no effort extreme" in message
-
-
-def test_late_instructions_are_shown_as_the_users(server: OpenAiServer) -> None:
-    turns = [*ASK, {"role": "system", "content": "Use Celsius."}, {"role": "user", "content": "Please."}]
-    assert "[user]\nUse Celsius.[end]\n[user]\nPlease.[end]" in shown(server, turns)
-    assert answer(server, turns, tools=TOOLS) == FIRST
