@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings every test shares."""
 
+from __future__ import annotations  # pytest 8 has no TerminalReporter by that name
+
 import os
 import sys
 from collections import Counter
