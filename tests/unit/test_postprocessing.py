@@ -81,6 +81,10 @@ def test_max_chars_cuts_the_chunk(decoder, ids):
     assert text_of(decoder, 1, LAST, 0, ids[:4], ids[4:]) == ""
 
 
+def test_a_whole_sequence_is_decoded_at_once(decoder, ids):
+    assert text_of(decoder, 1, LAST | WHOLE, NO_LIMIT, [], ids) == decoder.decode(ids)
+
+
 WRONG_IDS = [
     ({"SEQUENCE_LENGTH": None}, "SEQUENCE_LENGTH is missing"),
     ({"TOKENS_BATCH": np.ones((1, 3), np.int32)}, r"TOKENS_BATCH has shape \[1, 3\]"),
