@@ -166,7 +166,8 @@ def scores(folder: Path, instruction: str | None = None) -> list[float]:
     """By transformers, with the prompt as Qwen3-Reranker's page puts it together."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    task = instruction or "Given a web search query, retrieve relevant passages that answer the query"
+    usual = "Given a web search query, retrieve relevant passages that answer the query"
+    task = usual if instruction is None else instruction
     before = (
         "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the"
         ' Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
@@ -195,10 +196,10 @@ def test_documents_are_scored_and_ranked(reranking: OpenAiServer, reranker: Path
         assert [each["document"]["text"] for each in answer["results"]] == [DOCUMENTS[i] for i in order]
     few = reranking.call("/rerank", {**body, "top_n": 2, "return_documents": False})[2]["results"]
     assert [set(each) for each in few] == [{"index", "relevance_score"}] * 2
-    told = reranking.call("/rerank", {**body, "documents": [{"text": DOCUMENTS[0]}], "instruction": "Find"})[
-        2
-    ]
-    close(told["results"][0]["relevance_score"], scores(reranker, "Find")[0])
+    for instruction in ("Find", ""):
+        asked = {**body, "documents": [{"text": DOCUMENTS[0]}], "instruction": instruction}
+        told = reranking.call("/rerank", asked)[2]
+        close(told["results"][0]["relevance_score"], scores(reranker, instruction)[0])
     for sides in ({"queries": QUERY, "documents": DOCUMENTS}, {"text_1": [QUERY] * 4, "text_2": DOCUMENTS}):
         answer = reranking.call("/v1/score", sides)[2]
         assert answer["object"] == "list" and {each["object"] for each in answer["data"]} == {"score"}

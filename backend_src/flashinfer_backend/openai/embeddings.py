@@ -263,7 +263,7 @@ def _pairs(
             f"has {size} characters, with the query of each; it should have at most {most} in a"
             " request. Send fewer documents in one",
         )
-    task = request.instruction or INSTRUCTION
+    task = INSTRUCTION if request.instruction is None else request.instruction
     prompts = [RERANK_PROMPT.format(task, *pair) for pair in zip(queries, texts, strict=True)]
     return Pairs(request, prompts, _places(name, len(texts)), texts)
 
