@@ -214,7 +214,9 @@ def test_wrong_documents_are_named(reranking: OpenAiServer) -> None:
     assert reranking.error("/rerank", {"query": "", "documents": ["a"]})[2] == "query"
     assert reranking.error("/rerank", {"query": QUERY, "documents": []})[2] == "documents"
     long = {"query": QUERY, "documents": ["a", "word " * 600]}
-    assert reranking.error("/rerank", long)[2:] == ("documents[1]", "context_length_exceeded")
+    _, message, *named = reranking.error("/rerank", long)
+    assert message.startswith("documents[1] makes, with its query, a prompt of ")
+    assert named == ["documents[1]", "context_length_exceeded"]
     many = {"query": "a" * 10_000, "documents": ["b"] * 1000}  # each brings the query
     assert reranking.error("/rerank", many)[1].startswith("documents has 10001000 characters, with the query")
     both = {"queries": ["a", "b"], "documents": ["a"] * 3}

@@ -175,12 +175,13 @@ def _submit(
     served: ServedModel, request: PooledRequest, prompts: Sequence[list[int]], places: Sequence[str]
 ) -> Streams:
     most = served.limits.max_input_len
+    has = "has" if isinstance(request, EmbeddingRequest) else "makes, with its query, a prompt of"
     rows = []
     for place, ids in zip(places, prompts, strict=True):
         if not 1 <= len(ids) <= most:
             raise field_error(
                 place,
-                f"has {len(ids)} tokens; it should have 1 to {most}",
+                f"{has} {len(ids)} tokens; it should have 1 to {most}",
                 code="context_length_exceeded" if ids else None,
             )
         folder, name = served.adapter(request.model)
