@@ -11,16 +11,19 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from answering import answering, response
 from flashinfer_backend.core.paths import run_dir
 from flashinfer_backend.launch import server_run
+from flashinfer_backend.launch.local_http import ask
 from flashinfer_backend.launch.postprocessing_watch import PostprocessingWatch
 from flashinfer_backend.launch.watchdog import GROWN
 from flashinfer_backend.transport import records, restarts, rundir
 from flashinfer_backend.transport.records import EngineRecord
 from flashinfer_backend.transport.stub_processes import Stub
+from ports import free_ports
 from waiting import wait_for
 
 TABLE = {
@@ -198,3 +201,72 @@ def test_a_server_that_has_gone_is_not_stuck():
     time.sleep(0.3)
     assert not watch.stuck
     watch.close()
+
+
+STAND_IN = f"""#!{sys.executable}
+import http.server, socket, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = b"[]"
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    do_POST = do_GET
+server = http.server.HTTPServer(("127.0.0.1", 0), Handler, bind_and_activate=False)
+server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+server.server_address = ("127.0.0.1", int(sys.argv[1]))
+server.server_bind()
+server.server_activate()
+server.serve_forever()
+"""
+SERVES = """
+import sys
+from flashinfer_backend.launch import launcher, watchdog
+from flashinfer_backend.launch.openai_api import OpenAiApi
+from flashinfer_backend.launch.server_run import Policy
+from flashinfer_backend.transport.addresses import resolve
+address, port = resolve("127.0.0.1"), int(sys.argv[2])
+api = OpenAiApi(launcher._parser().parse_args(["--model-repository", "."]), address)
+args = [sys.argv[1], sys.argv[2]]
+sys.exit(watchdog.Watchdog(args, {}, address, port, Policy(drain_s=0), api, []).run())
+"""
+
+
+def test_a_server_that_cannot_be_started_for_a_while_is_started_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    program, (port,), log = tmp_path / "tritonserver", free_ports(1), tmp_path / "log"
+
+    def status() -> int:
+        try:
+            return ask(f"http://127.0.0.1:{port}/v2/health/ready")[0]
+        except OSError:
+            return 0
+
+    def serving() -> subprocess.Popen[bytes]:
+        with log.open("wb") as file:
+            command = [sys.executable, "-c", SERVES, str(program), str(port)]
+            return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+
+    with serving() as serve:  # there is no such program
+        assert serve.wait(120) == 1
+    assert "Traceback" not in log.read_text() and "tritonserver cannot be started" in log.read_text()
+    program.write_text(STAND_IN)
+    program.chmod(0o700)
+    with serving() as serve:
+        try:
+            wait_for(lambda: "Ready" in log.read_text())
+            (server,) = psutil.Process(serve.pid).children()
+            program.rename(tmp_path / "away")
+            server.kill()
+            wait_for(lambda: serve.poll() is not None or "cannot be started" in log.read_text())
+            while log.read_text().count("cannot be started") < 4:
+                assert status() == 503
+            (tmp_path / "away").rename(program)
+            wait_for(lambda: status() == 200)
+        finally:
+            serve.terminate()
+        assert serve.wait(120) == 0
+    assert "Traceback" not in log.read_text()

@@ -71,12 +71,18 @@ class ServerRun:
     """One tritonserver, from its start to its end."""
 
     def __init__(self, args: list[str], env: dict[str, str], url: str, policy: Policy) -> None:
+        """Starts it. Raises OSError."""
         # A separate group: Ctrl-C comes to us alone, and we pass on one signal (a second one makes the
         # server leave everything as it is). Whatever ends us ends the server.
         self._url, self._policy = url, policy
         self._log = ServerLog()
         self._child = self._log.popen(args, env=env, start_new_session=True, preexec_fn=_before_start)
-        self._pidfds = {os.pidfd_open(self._child.pid): "tritonserver"}
+        try:
+            self._pidfds = {os.pidfd_open(self._child.pid): "tritonserver"}
+        except OSError:
+            self._child.kill()
+            self._child.wait()
+            raise
         self._seen: set[Stub] = set()
         self._lost_at = 0.0  # when a stub was found to be gone while the server was starting
         self._engines = EngineWatch()

@@ -75,7 +75,16 @@ class Watchdog:
             self._openai_api.start(partial(self._door_states.note, OPENAI))
             while True:
                 remove_environments()
-                server = ServerRun(self._args, self._env, self._url, self._policy)
+                try:
+                    server = ServerRun(self._args, self._env, self._url, self._policy)
+                except OSError as error:  # no room for a process, say, or the program is being replaced
+                    why = f"tritonserver cannot be started ({error})"
+                    if not self._was_ready:
+                        _say(why)
+                        return 1
+                    if not self._restart_after(None, why):
+                        return 0 if self._asked_at else 1
+                    continue
                 reason = self._watch(server)
                 if self._asked_at:
                     self._openai_api.stop()
@@ -123,22 +132,29 @@ class Watchdog:
     def _start_again(self, server: ServerRun, reason: str) -> None:
         """Ends a server that is well, once what is open has ended or had its time."""
         _say(f"{reason}; starting the server again")
-        self._maintenance.close()
-        self._maintenance.enter_context(maintenance_server(self._address, self._port))
+        self._answer_meanwhile()
         server.stop(time.monotonic(), GROWN, end_s=ERRORS_S)
 
-    def _restart_after(self, server: ServerRun, reason: str) -> bool:
-        """Ends what is left of a server and waits until the next one is due; False where none is."""
-        lived = time.monotonic() - server.ready_at if server.ready_at else 0.0
+    def _answer_meanwhile(self) -> None:
+        """Opens a maintenance server, later than whatever else listens; one that is open goes when it is
+        there."""
+        before, self._maintenance = self._maintenance, contextlib.ExitStack()
+        self._maintenance.enter_context(maintenance_server(self._address, self._port))
+        before.close()
+
+    def _restart_after(self, server: ServerRun | None, reason: str) -> bool:
+        """Ends what is left of a server, if it was started, and waits until the next one is due; False where
+        none is."""
+        lived = time.monotonic() - server.ready_at if server is not None and server.ready_at else 0.0
         delay = self._restarts.after(lived)
         if delay is not None:
             _say(f"{reason}; starting the server again" + (f" in {delay:g} s" if delay else ""))
-            self._maintenance.close()
-            self._maintenance.enter_context(maintenance_server(self._address, self._port))
+            self._answer_meanwhile()
         else:
             _say(f"{reason}; started again {self._policy.restarts} times in a row, giving up")
-        server.fail_open_requests(LOST)
-        server.end()
+        if server is not None:
+            server.fail_open_requests(LOST)
+            server.end()
         until = time.monotonic() + (delay or 0.0)
         while not self._asked_at and time.monotonic() < until:
             time.sleep(0.02)
