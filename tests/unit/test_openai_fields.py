@@ -45,6 +45,7 @@ MESSAGE: Any = {"messages": [], "max_tokens": 1}
         (requests.ChatRequest, CHAT, {"verbosity": "low"}, {"verbosity": "loud"}),
         (requests.ChatRequest, CHAT, {"separate_reasoning": True}, {"separate_reasoning": False}),
         (requests.ChatRequest, CHAT, {"include_reasoning": True}, {"include_reasoning": False}),
+        (requests.ChatRequest, CHAT, {"top_logprobs": 0}, {"top_logprobs": 1}),
         (requests.ChatRequest, CHAT, {"prompt_logprobs": 0}, {"prompt_logprobs": -1}),
         (requests.CompletionRequest, {"prompt": "x"}, {"prompt_logprobs": 20}, {"prompt_logprobs": 21}),
         (requests.ChatRequest, CHAT, {"allowed_token_ids": [1]}, {"allowed_token_ids": []}),

@@ -215,7 +215,7 @@ class ChatRequest(Sampling, kw_only=True):
         }.items():
             if getattr(self, name) is not None:
                 raise field_error(name, f"should be left out: {instead}")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise field_error("top_logprobs", "needs logprobs true")
 
 
