@@ -3,6 +3,7 @@
 
 import contextlib
 import ipaddress
+import os
 import socket
 import sys
 import threading
@@ -10,6 +11,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from flashinfer_backend.core.config import EngineConfig
@@ -133,7 +135,8 @@ def test_the_end_tells_what_it_waits_for_and_refuses_connections_meanwhile(
         (process,) = running._running.values()
         with contextlib.suppress(ConnectionRefusedError):
             while True:
-                socket.create_connection(("127.0.0.1", running._port), timeout=60).close()
+                with contextlib.suppress(ConnectionResetError):  # it waited when the socket was closed
+                    socket.create_connection(("127.0.0.1", running._port), timeout=60).close()
         statuses.append(process.poll())
 
     connecting = threading.Thread(target=connect)
@@ -149,3 +152,19 @@ def test_the_end_tells_what_it_waits_for_and_refuses_connections_meanwhile(
     said = capfd.readouterr().err
     assert "openai: waiting for open requests, up to 1 s more\n" in said
     assert "did not end within 1 s and is killed\n" in said
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
+def test_a_folder_that_another_user_prepared_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No process, which gets the keys, is started before that is seen."""
+    end = STAND_IN.format(ready=False, end=ENDS)
+    monkeypatch.setattr(supervisor, "WORKER", [sys.executable, "-c", end])
+    folder = tmp_path / "others"
+    folder.mkdir(0o777)
+    os.chown(folder, 65534, 65534)
+    given = msgspec.structs.replace(options(tmp_path), metrics_dir=str(folder / "metrics"))
+    with pytest.raises(PermissionError, match="is no folder of this user"):
+        supervisor.Supervisor(given, LOOPBACK, 0, 1, stalled_s=0).run()
+    assert not list(folder.iterdir())

@@ -74,9 +74,10 @@ class Supervisor:
 
     def run(self, told: Callable[[bool, int], None] = lambda up, restarts: None) -> int:
         """Until `stop`; the exit status: 1 where the processes cannot serve. told: at each look, whether a
-        process serves, and how often one was replaced. Raises OSError for a port."""
+        process serves, and how often one was replaced. Raises OSError for a port or
+        a folder."""
         metrics = Path(self._options.metrics_dir)
-        metrics.mkdir(mode=0o700, parents=True)
+        rundir.claim(metrics)
         try:
             for number in range(self._workers):
                 self._listen(number)
