@@ -149,6 +149,18 @@ def test_the_maintenance_server_reads_no_more_than_it_should_and_no_longer() -> 
         wait_for(lambda: _answer_to_a_slow_client(slow), timeout_s=30)
 
 
+def test_connections_that_wait_for_the_maintenance_server_at_its_end_are_answered() -> None:
+    with listen() as unused:
+        port = unused.getsockname()[1]
+    request, clients = b"GET /v2/health/ready HTTP/1.1\r\n\r\n", list[socket.socket]()
+    with contextlib.ExitStack() as opened:
+        with maintenance_server(LOCAL, port):
+            for _ in range(300):  # faster than it makes threads for them
+                clients.append(opened.enter_context(socket.create_connection(("127.0.0.1", port), 60)))
+                clients[-1].sendall(request)
+        assert [sock.recv(12) for sock in clients] == [b"HTTP/1.0 503"] * 300
+
+
 def _answer_to_a_slow_client(sock: socket.socket) -> bytes:
     sock.sendall(b"a")
     with contextlib.suppress(TimeoutError):

@@ -69,6 +69,7 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, address: Address, port: int, answer: Answer, listener: socket.socket | None) -> None:
         self.answer = answer
+        self._own = listener is None
         self._began: dict[socket.socket, float] = {}  # by connection; those that are open
         self.address_family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
         super().__init__((str(address), port), _Handler, bind_and_activate=listener is None)
@@ -102,6 +103,13 @@ class _Server(ThreadingHTTPServer):
         self._cut(READ_S)
 
     def server_close(self) -> None:
+        if self._own:  # connections that wait for it would be reset
+            with contextlib.suppress(OSError):
+                self.socket.setblocking(False)
+                for _ in range(self.request_queue_size):
+                    request, address = self.socket.accept()
+                    request.setblocking(True)
+                    self.process_request(request, address)
         super().server_close()
         late = threading.Timer(READ_S, self._cut, [0.0])  # requests on their way are answered still
         late.daemon = True
