@@ -104,7 +104,7 @@ class _Server(ThreadingHTTPServer):
 
     def server_close(self) -> None:
         if self._own:  # connections that wait for it would be reset
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, RuntimeError):  # none is left, or no room for a thread
                 self.socket.setblocking(False)
                 for _ in range(self.request_queue_size):
                     request, address = self.socket.accept()
@@ -113,7 +113,8 @@ class _Server(ThreadingHTTPServer):
         super().server_close()
         late = threading.Timer(READ_S, self._cut, [0.0])  # requests on their way are answered still
         late.daemon = True
-        late.start()
+        with contextlib.suppress(RuntimeError):
+            late.start()
 
     def _cut(self, after_s: float) -> None:
         """Reads no more of connections that are this old: each is answered by what has come of its request. A
