@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What requests go through before the scheduler's queue: those of the engine, and one more in its list."""
 
+import gc
 import time
 from collections.abc import Iterator
 
@@ -8,9 +9,11 @@ import msgspec
 import pytest
 
 from engine.test_waiting import STUB, Engine, protocol
+from flashinfer_backend.core.gate import Gate
 from flashinfer_backend.core.request import Request
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.engine.preparations import Preparations
+from flashinfer_backend.structured.grammar import Grammar
 
 GUIDE = {"grammar_type": "regex", "grammar": "[ab]{3}"}
 
@@ -112,6 +115,37 @@ def test_what_waits_there_is_counted_cancelled_refused_late_and_dropped_with_its
     texts = [record.getMessage() for record in caplog.records]
     assert texts == [f"process {STUB} has died; its open requests, 1, are dropped"]
     assert made.loop.preparations.poll_ms is None
+
+
+def grammars_there() -> int:
+    return sum(isinstance(each, Grammar) for each in gc.get_objects())
+
+
+def test_grammars_that_find_no_room_are_made_again_when_others_have_slots() -> None:
+    gc.collect()
+    before, made = grammars_there(), Engine(max_num_seqs=1)
+    grammars = made.loop._grammars
+    grammars._room = room = Gate(1)  # each takes more, and so has it alone
+    guided = set(range(1, 9))
+    for local_id in guided:
+        made.submit(local_id, 9, **GUIDE)
+    made.submit(9, 9)
+    made.step()
+    for each in grammars.entries:
+        each[1].made.exception()
+        del each
+    made.cancel(3)
+    while made.loop.in_flight or made.loop.scheduler.requests or len(grammars):
+        made.step()
+        if made.running == [4]:
+            made.cancel(5)  # may wait for room, or for a slot
+        # Of one that runs, one that has ended since the last step, one that waits and one in the making.
+        assert grammars_there() - before <= 4
+    assert made.socket.codes.pop(3) == protocol.FINISHED_CANCELLED
+    assert not made.socket.failures and set(made.socket.tokens) - {3, 5} == {1, 2, 4, 6, 7, 8, 9}
+    assert all(len(made.socket.tokens[each]) == 3 for each in guided - {3, 5})
+    made.loop.preparations.advance()
+    assert room.held == room.waiting == len(grammars._in_room) == 0
 
 
 def test_who_finds_room_for_its_logits_keeps_its_place() -> None:

@@ -45,7 +45,7 @@ class EngineLoop:
         self.longest_seq_len, self._pools = core.spec.longest_seq_len, core.spec.pooling is not None
         self.socket, self._kv_events = socket, core.kv_events
         self.admission = Admission(self.config, core.spec)
-        grammars = GrammarPreparation(
+        self._grammars = GrammarPreparation(
             self.config.tokenizer_dir or self.config.model_dir,
             self.vocab_size,
             enabled=self.config.guided_decoding_backend != "none",
@@ -53,7 +53,7 @@ class EngineLoop:
         self.logits = LogitsRoom(self.config.max_logits_mib << 20, self.vocab_size)
         load = self._load_adapter if self.config.max_loras else None
         self.adapters = AdapterPreparation(load, self.config.max_loras, self._with_adapters)
-        line: list[Preparation] = [grammars, self.adapters, self.logits]
+        line: list[Preparation] = [self._grammars, self.adapters, self.logits]
         self.preparations = Preparations(line, self.scheduler, self._refuse)
         self.in_flight: deque[Launched] = deque()
         self._reading = False  # in _finish, or it has failed
@@ -206,6 +206,7 @@ class EngineLoop:
             if request is not None and isinstance(request.grammar, Grammar):
                 self.runner.sampler.grammars.put(new.handle, request.grammar)
                 request.grammar = None
+                self._grammars.started(request)
 
         def started() -> None:
             before = self.in_flight[0] if self.in_flight else None
