@@ -43,6 +43,7 @@ TESTS = {
         f"{WALK}test_a_broken_manager_is_found {WALK}test_ten_thousand_random_steps"
     ),
     "scheduler/draft_pace": "unit/test_draft_pace.py",
+    "scheduler/request_queue": "unit/test_request_queue.py engine/test_waiting.py",
     "scheduler/invariants": (
         f"unit/test_scheduler.py {WALK}test_a_real_engine_finds_a_corruption_at_the_next_step"
         f" {WALK}test_a_broken_manager_is_found {WALK}test_ten_thousand_random_steps"

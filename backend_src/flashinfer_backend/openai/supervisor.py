@@ -74,8 +74,7 @@ class Supervisor:
 
     def run(self, told: Callable[[bool, int], None] = lambda up, restarts: None) -> int:
         """Until `stop`; the exit status: 1 where the processes cannot serve. told: at each look, whether a
-        process serves, and how often one was replaced. Raises OSError for a port or
-        a folder."""
+        process serves, and how often one was replaced. Raises OSError for a port or a folder."""
         metrics = Path(self._options.metrics_dir)
         rundir.claim(metrics)
         try:
