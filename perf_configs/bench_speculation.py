@@ -119,7 +119,7 @@ def measure(
     lengths: Sequence[float],
     rounds: int = 3,
 ) -> list[Row]:
-    """All rows of a case: by batches and by lengths, of which none is beyond what so many drafts make."""
+    """A row for each batch and each accepted length, which is at most drafts + 1."""
     core = start_again(parameters, None)
     # The same tokens as with drafts: they decide which experts a step reads.
     tokens_follow(core.runner.state.model, torch.Generator().manual_seed(0))

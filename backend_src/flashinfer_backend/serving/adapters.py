@@ -241,12 +241,12 @@ class AdapterNames:
 def _remove(folder: Path) -> None:
     """Remove a task id's weights, at once: an engine that is about to read them finds all or nothing. Those
     that an engine has a lock on stay (Place.lock)."""
-    gone, lock = tempfile.mkdtemp(dir=folder.parent), os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        folder.replace(gone)
+        gone = folder.replace(tempfile.mkdtemp(dir=folder.parent))
+        shutil.rmtree(gone, ignore_errors=True)
     except BlockingIOError:
         pass
     finally:
         os.close(lock)
-        shutil.rmtree(gone, ignore_errors=True)

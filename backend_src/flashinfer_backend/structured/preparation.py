@@ -26,8 +26,8 @@ MOST_THREADS = 8
 
 @dataclass
 class Entry:
-    """A request with its grammar, and how many nanoseconds of a core that takes, which a thread makes now or
-    once there is room; and its place, once it has waited for room."""
+    """made: the grammar, and how many nanoseconds of a core it took to make. place: in the room for grammars,
+    from when it was first made until the request goes on."""
 
     made: Future[tuple[Grammar, int]]
     place: Place | None = None
@@ -55,9 +55,9 @@ class GrammarPreparation(Waiting[Entry]):
         self._threads = ThreadPoolExecutor(threads, "grammar")
         self._done: deque[tuple[Request, Entry]] = deque()  # some may not be wanted any more
         self._room = Gate(MOST_GRAMMARS_NS)
-        # Of requests with a grammar and without a slot: to be called once they have one or are no more.
+        # By handle, of requests with a grammar and without a slot: called once they have one, or are no more.
         self._in_room: dict[int, weakref.finalize] = {}
-        self._gone: deque[Place] = deque()  # which nobody needs any more
+        self._gone: deque[Place] = deque()  # to be given back by the loop, whose thread has the gate
         if enabled and (resolve_model_dir(model_dir) / "tokenizer.json").is_file():
             self._threads.submit(self._load)
 
@@ -89,7 +89,7 @@ class GrammarPreparation(Waiting[Entry]):
                 continue
             place = entry.place
             assert place is not None
-            # No circle may keep the request: a Future knows its callback, and this one the entry.
+            # The finalizer keeps the place, and a Future its callback: neither may know the request.
             place.start, entry.place, entry.made = _nothing, None, Future()
             leave = weakref.finalize(request, self._leave, request.handle, place)
             leave.atexit = False
