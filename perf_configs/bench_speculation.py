@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens per second with drafts whose accepted length is set, next to an EAGLE-3 head that costs what a
-published one does, and without drafts:
+"""Tokens per second with drafts whose accepted length is set, next to a head that costs what a published one
+does, and without drafts:
 
     python -m perf_configs.bench_speculation [--case DIR[,KNOB=VALUE...] ...] [--out FILE.json]
 
@@ -30,7 +30,7 @@ from flashinfer_backend.core.arguments import require_cuda
 from flashinfer_backend.engine.start import Core
 from perf_configs.bench_engine import CONTEXT, Driver, graph_seconds, random_prompts
 from perf_configs.engine_start import DEFAULTS, engine_parameters, start_again
-from perf_configs.replaying import Replaying, make_replaying, tokens_follow
+from perf_configs.replaying import HEADS, Replaying, make_replaying, tokens_follow
 
 SHAPES = Path(__file__).parent / "shapes"
 CASES = [
@@ -114,7 +114,7 @@ def measure(
     parameters: dict[str, str],
     batches: list[int],
     drafts: int,
-    with_head: bool = True,
+    head: str = "eagle3",
     *,
     lengths: Sequence[float],
     rounds: int = 3,
@@ -126,7 +126,7 @@ def measure(
     plain = {batch: rate(core, batch, rounds) for batch in sorted(batches, reverse=True)}
     core.close()
     del core
-    core = start_again(parameters, make_replaying(drafts, max(lengths), with_head=with_head))
+    core = start_again(parameters, make_replaying(drafts, max(lengths), head=head))
     assert core.runner.drafting is not None
     proposer = core.runner.drafting.proposer
     assert isinstance(proposer, Replaying)
@@ -179,7 +179,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--lengths", type=accepted_lengths, metavar="X,...", help=f"accepted ones to set (default: {LENGTHS})"
     )
     parser.add_argument("--rounds", type=integer(1), default=3, metavar="N", help="(default: 3)")
-    parser.add_argument("--no-head", action="store_true", help="leave the head's cost out")
+    parser.add_argument(
+        "--head", choices=HEADS, default="eagle3",
+        help="an EAGLE-3 head of published size, the checkpoint's own (mtp), or none (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
     options = parser.parse_args(argv)
     most = options.drafts + 1
@@ -208,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, parameters in cases.items():
         began = time.monotonic()
         rows += measure(
-            name, parameters, options.batches, options.drafts, not options.no_head,
+            name, parameters, options.batches, options.drafts, options.head,
             lengths=lengths, rounds=options.rounds,
         )  # fmt: skip
         print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter for benchmarks, whose accepted length is set, next to an EAGLE-3 head that costs what a real one
-does.
+"""A drafter for benchmarks, whose accepted length is set, next to a head that costs what a real one does:
+EAGLE-3's, or the checkpoint's own (MTP).
 
 Random weights say nothing that a drafter could guess. So the target is given an embedding and an output
 projection by which the next token follows from the last one alone, whatever its layers add: greedy answers go
@@ -20,6 +20,7 @@ from flashinfer_backend.models.spec import ModelSpec
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.speculate.eagle3 import Head
 from flashinfer_backend.speculate.heads import HeadProposer
+from flashinfer_backend.speculate.mtp import load_mtp
 from flashinfer_backend.speculate.proposer import DraftStep, MakeProposer, Slots
 
 DRAFT_VOCAB = 32000  # of published heads
@@ -28,13 +29,12 @@ LOUD = 4.0  # standard deviation of the embedding: layers of random weights add 
 ROUNDS = 4096  # rows of the table of what is spoilt
 
 
-def make_replaying(count: int, accepted: float, with_head: bool = True) -> MakeProposer:
+def make_replaying(count: int, accepted: float, head: str = "eagle3") -> MakeProposer:
     """For engine.start: a proposer of `count` drafts, of which steps keep `accepted` tokens on average, their
-    own included: 1.0 to count + 1."""
+    own included: 1.0 to count + 1. head: one of HEADS."""
 
     def make(config: EngineConfig, model: Transformer) -> Replaying:
-        head = random_head(config, model, count) if with_head else None
-        return Replaying(model, count, accepted, head)
+        return Replaying(model, count, accepted, HEADS[head](config, model, count))
 
     return make
 
@@ -113,7 +113,7 @@ def share_kept(count: int, accepted: float) -> float:
     return high if accepted > 1 else 0.0
 
 
-def random_head(config: EngineConfig, model: Transformer, count: int) -> HeadProposer:
+def eagle3_head(config: EngineConfig, model: Transformer, count: int) -> HeadProposer:
     """A head of published size for the target; in FP8 where the target is quantised so on load."""
     spec = head_spec(model.spec)
     if config.quantization == "fp8":
@@ -121,6 +121,18 @@ def random_head(config: EngineConfig, model: Transformer, count: int) -> HeadPro
     head = Head(spec, model, config.max_seq_len)
     head.load(Path(), "dummy")
     return HeadProposer(head, model, count)
+
+
+def mtp_head(config: EngineConfig, model: Transformer, count: int) -> HeadProposer:
+    """The head that the target's checkpoint brings."""
+    return HeadProposer(load_mtp(Path(), model, "dummy"), model, count)
+
+
+def no_head(config: EngineConfig, model: Transformer, count: int) -> None:
+    """Drafts that cost nothing."""
+
+
+HEADS = {"eagle3": eagle3_head, "mtp": mtp_head, "none": no_head}
 
 
 def head_spec(target: ModelSpec) -> Eagle3Spec:

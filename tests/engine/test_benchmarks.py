@@ -57,10 +57,13 @@ def test_answers_are_those_of_the_texts_and_drafts_repeat_them(
     assert chats["accepted"] < 0.5 * chats["drafted"], chats
 
 
-@pytest.mark.parametrize("accepted", [1.0, 2.5, 4.0])
-def test_steps_keep_as_many_tokens_as_asked_for(accepted: float, tmp_path: Path):
-    checkpoint = make_checkpoint("llama", tmp_path / "target", initializer_range=0.02)
-    core = start_core(checkpoint, load_format="dummy", make_proposer=make_replaying(3, accepted))
+@pytest.mark.parametrize(
+    ("kind", "head", "accepted"),
+    [("llama", "eagle3", 1.0), ("llama", "eagle3", 2.5), ("llama", "none", 4.0), ("qwen3.5", "mtp", 2.5)],
+)
+def test_steps_keep_as_many_tokens_as_asked_for(kind: str, head: str, accepted: float, tmp_path: Path):
+    checkpoint = make_checkpoint(kind, tmp_path / "target", initializer_range=0.02)
+    core = start_core(checkpoint, load_format="dummy", make_proposer=make_replaying(3, accepted, head))
     length = 200
     with serve(core, tmp_path) as client:
         params = SamplingParams(max_tokens=length, temperature=0.0, end_id=-1)
