@@ -54,7 +54,7 @@ OPENAI: list[tuple[Any, ...]] = [
     (CHAT, {"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "one of them"),
     (CHAT, {"top_logprobs": 2}, "top_logprobs", "logprobs true"),
     (CHAT, {"logit_bias": {"x": 1}}, "logit_bias", "0..2047"),
-    (CHAT, {"logit_bias": {"5": 101}}, "logit_bias", "-100..100"),
+    (CHAT, {"logit_bias": {"5": 100.0001}}, "logit_bias", "holds 100.0001; it should lie in -100..100"),
     (CHAT, {"stop_token_ids": [99999]}, "stop_token_ids", "0..2047"),
     (CHAT, {"stop": ["x"] * 4097}, "stop", "4097 words; it should have at most 4096"),
     (CHAT, {"stop": "x" * 16385}, "stop", "16385 bytes in a word; it should have at most 16384"),

@@ -61,6 +61,24 @@ MESSAGE: Any = {"messages": [], "max_tokens": 1}
             )
             for kind, value in ((requests.ChatRequest, None), (requests.TokenizeRequest, False))
         ),
+        *(
+            (requests.TokenizeRequest, {"prompt": "x"}, {name: nothing}, {name: value})
+            for name, nothing, value in (
+                ("add_generation_prompt", False, True),
+                ("continue_final_message", False, True),
+                ("chat_template_kwargs", {}, {"a": 1}),
+                ("tools", [], [{"type": "function", "function": {"name": "f"}}]),
+            )
+        ),
+        (requests.CompletionRequest, {"prompt": "x", "max_tokens": 0}, {"min_tokens": 0}, {"min_tokens": 1}),
+        (requests.ChatRequest, CHAT, {"seed": -(2**63)}, {"seed": -(2**63) - 1}),
+        (requests.ChatRequest, CHAT, {"seed": 2**64 - 1}, {"seed": 2**64}),
+        (
+            requests.ChatRequest,
+            CHAT,
+            {"structured_outputs": {"json_object": False}},
+            {"structured_outputs": {"regex": None}},
+        ),
         (requests.ChatRequest, CHAT, {"request_id": "a-1"}, {"request_id": "a b"}),
         (requests.ChatRequest, CHAT, {"truncate_prompt_tokens": -1}, {"truncate_prompt_tokens": 0}),
         (requests.ChatRequest, CHAT, {}, {"guided_regex": "a", "guided_json": {}}),

@@ -117,6 +117,8 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             raise field_error(
                 "truncate_prompt_tokens", "is 0; it should be 1 or more, or -1 for as many as the model takes"
             )
+        if self.seed is not None and not -(1 << 63) <= self.seed < 1 << 64:
+            raise wrong_value("seed", self.seed, "an integer of 64 bits")
         self._read_guided()
         options = self.stream_options
         if options is None:
@@ -141,6 +143,9 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             if (value := getattr(self, f"guided_{name}")) is not None
         }
         if not given:
+            if self.structured_outputs == StructuredOutputs():
+                kinds = ", ".join(StructuredOutputs.__struct_fields__)
+                raise field_error("structured_outputs", f"is empty; it should have one of {kinds}")
             return
         names = [f"guided_{name}" for name in given]
         if len(given) > 1 or self.structured_outputs is not None:
@@ -236,6 +241,8 @@ class CompletionRequest(Sampling, kw_only=True):
         super().__post_init__()
         if self.suffix:
             raise field_error("suffix", "is not supported; put all of the text into prompt")
+        if self.max_tokens == 0 and self.min_tokens:
+            raise field_error("min_tokens", f"is {self.min_tokens}, but max_tokens is 0")
         n = self.n or 1
         if self.best_of is not None and self.best_of < n:
             raise field_error("best_of", f"is {self.best_of}; it should be at least n, {n}")
@@ -432,6 +439,10 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         _check_end(self)
+        if self.messages is None:
+            for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools"):
+                if getattr(self, name):
+                    raise field_error(name, "needs messages")
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

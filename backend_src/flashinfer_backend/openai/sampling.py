@@ -132,7 +132,7 @@ def named_tokens(request: Sampling, limits: EngineLimits, tokenizer: TextTokeniz
     given = request.logit_bias or {}
     for value in given.values():
         if not -100.0 <= value <= 100.0:
-            raise field_error("logit_bias", f"holds {value:g}; it should lie in -100..100")
+            raise field_error("logit_bias", f"holds {shown(value)}; it should lie in -100..100")
     bias_ids = check_ids("logit_bias", given, limits)
     stop_ids = check_ids("stop_token_ids", request.stop_token_ids or (), limits)
     allowed_ids = sorted(set(check_ids("allowed_token_ids", request.allowed_token_ids or (), limits)))
