@@ -220,13 +220,25 @@ def test_sequences_of_the_same_words_are_followed_each_on_its_own() -> None:
     assert feed_all(second, [letters("x"), letters("y")]).word == 1
 
 
+def test_words_are_prepared_with_the_first_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of sequences can wait for a slot, each with words that would take 12 MB."""
+    made = []
+    make = stop_words.ahocorasick.Automaton
+    monkeypatch.setattr(stop_words.ahocorasick, "Automaton", lambda: made.append(1) or make())
+    matcher = matcher_of(["bc"], BYTES, id_words=[letters("xy")])
+    assert not made
+    assert matcher.feed(letters("abc")) == StopMatch(0, 1, 3, 1, 3, 3) and len(made) == 2
+
+
 def test_the_longest_word_is_freed_in_a_small_stack() -> None:
     """The automaton is freed one call deeper for each character: longer words end the process."""
     program = (
         "import threading\n"
         "from flashinfer_backend.core.bounds import MOST_WORD\n"
         "from flashinfer_backend.text.stop_words import StopWords\n"
-        "def make(): StopWords(['x' * MOST_WORD], True, [[5] * MOST_WORD])\n"
+        "def make():\n"
+        "    words = StopWords(['x' * MOST_WORD], True, [[5] * MOST_WORD])\n"
+        "    assert words.texts.find('x', 1, 0) is words.ids.find('x', 1, 0) is None\n"
         "threading.stack_size(1 << 19)\n"
         "thread = threading.Thread(target=make); thread.start(); thread.join()\n"
     )

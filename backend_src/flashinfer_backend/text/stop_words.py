@@ -3,6 +3,7 @@
 
 import bisect
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import ahocorasick
@@ -43,15 +44,20 @@ class _Words:
         self.longest = max(map(len, words), default=0)
         self._sorted = sorted(filter(None, words))
         self._inside = frozenset("".join(word[:-1] for word in words))
-        # It takes the same steps for any number of words: (last place, (index, length)) of each in a text. Of
-        # equal words the first counts. Never reuse its iterators: setting one to another text ends the
-        # process (pyahocorasick 2.3.1).
-        self._automaton = ahocorasick.Automaton()
-        for number, word in enumerate(words, index):
-            if word and word not in self._automaton:
-                self._automaton.add_word(word, (number, len(word)))
-        if self._sorted:
-            self._automaton.make_automaton()
+        self._words, self._index = words, index
+
+    @cached_property
+    def _automaton(self) -> ahocorasick.Automaton:
+        """Takes the same steps for any number of words: (last place, (index, length)) of each in a text. Of
+        equal words the first counts. Never reuse its iterators: setting one to another text ends the
+        process (pyahocorasick 2.3.1). It is made with the first text, as it takes some 46 bytes a character:
+        thousands of sequences can wait for a slot, each with words of 256 KiB."""
+        automaton = ahocorasick.Automaton()
+        for number, word in enumerate(self._words, self._index):
+            if word and word not in automaton:
+                automaton.add_word(word, (number, len(word)))
+        automaton.make_automaton()
+        return automaton
 
     def find(self, text: str, new: int, free: int) -> tuple[int, int, int] | None:
         """(end, size, index) of the word that ends first within the last `new` characters, but not within the
