@@ -7,6 +7,7 @@ tests/engine/test_ranks.py has them as processes, too; starting those takes seco
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from engine.harness import start_core
 from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.core.step import StepPlan
 from flashinfer_backend.engine.start import Core
+from flashinfer_backend.models.adapters import State
 from flashinfer_backend.ops.collectives import Collectives
 from flashinfer_backend.worker import start
-from flashinfer_backend.worker.ranks import adapter_message, plan_message
+from flashinfer_backend.worker.ranks import Loads, adapter_message, plan_message
 
 TIMEOUT_S = 120
 
@@ -75,14 +77,17 @@ class Threads:
     def __init__(self, size: int, meeting: Meeting) -> None:
         self.meeting = meeting
         self.messages: list[queue.Queue[bytes | None]] = [queue.Queue() for _ in range(size)]
+        self.loads = [Loads() for _ in range(size)]
         self.threads: list[threading.Thread] = []
         self.errors: list[BaseException] = []
 
     def send(self, plan: StepPlan) -> None:
         self._send(plan_message(plan))
 
-    def load_adapter(self, place: int, folder: str) -> None:
+    def load_adapter(self, place: int, folder: str) -> list[Future[State]]:
+        begun = [loads.begin() for loads in self.loads]
         self._send(adapter_message(place, folder))
+        return begun
 
     def _send(self, message: bytes) -> None:
         assert not self.errors, self.errors
@@ -121,7 +126,7 @@ def start_ranks(
             _, runner = start_runner(config, Shard(rank, size, expert_groups), "")
             changed(runner)
             while (data := others.messages[rank - 1].get()) is not None:
-                runner.obey(data)
+                runner.obey(data, others.loads[rank - 1].end)
         except BaseException as error:
             others.errors.append(error)
             meeting.abort()

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -24,12 +25,14 @@ from checkpoints import make_checkpoint
 from engine.harness import serve, start_core
 from engine.ranks_in_threads import start_ranks
 from engine.test_generate import make_prompts
+from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.request import Request
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.engine.adapters import AdapterPreparation
 from flashinfer_backend.models.adapters import Adapter, AdapterError
 from flashinfer_backend.transport import protocol
 from int4_checkpoints import make_int4
+from waiting import wait_for
 
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # Ranks that are no powers of two, modules of fused products that others lack, and each way of scaling.
@@ -222,6 +225,34 @@ def test_ranks_have_their_shares(made: tuple[Path, list[Path]], tmp_path: Path, 
         client.wait([failing])
         assert "not finite" in client.failure[failing].message
         assert client.generate_after_failures(prompts[:1], asks(None)) == merged(model, None, prompts[:1], 24)
+    core.close()
+
+
+def test_a_folder_that_changes_between_two_ranks_fails_its_requests_alone(tmp_path: Path) -> None:
+    """Rank 1, a process, reads it later than rank 0."""
+    model, adapter = resolve_model_dir("bundled"), tmp_path / "adapter"
+    prompts, lost = make_prompts(1), list[str]()
+    core = start_core(model, tensor_parallel_size=2, on_loss=lost.append, **ADAPTERS)
+    loader = core.runner.adapters
+    assert loader is not None
+    (other,) = [each for each in psutil.Process().children() if "flashinfer_backend.worker" in each.cmdline()]
+    with serve(core, tmp_path / "run") as client:
+        plain = client.generate(prompts, asks(None))
+        for said in ("was replaced or written to while it was read", "was removed before the request could"):
+            make_adapter(model, adapter, FORMS[0], 1)
+            assert client.generate(prompts, asks(adapter)) == merged(model, adapter, prompts, 24) != plain
+            make_adapter(model, adapter, FORMS[1], 1)
+            loader._cached.clear()
+            other.suspend()
+            failing = client.submit(prompts[0], asks(adapter))
+            wait_for(lambda: loader._cached)
+            shutil.rmtree(adapter)
+            if "replaced" in said:
+                make_adapter(model, adapter, FORMS[0], 2)
+            other.resume()
+            client.wait([failing])
+            assert said in client.failure[failing].message and not lost
+            assert client.generate_after_failures(prompts, asks(None)) == plain
     core.close()
 
 

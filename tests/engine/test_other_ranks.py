@@ -22,8 +22,8 @@ from flashinfer_backend.worker.warm_up import prompt_plan
 from waiting import wait_for
 
 ENDS = "sleep 0.5; exit 1"
-READY = "printf '!' >&$8; "  # the socket is the eighth argument
-BEATS = READY + "while printf . >&$8; do sleep 0.2; done"
+READY = r"printf '\1\0\0\0!' >&$8; "  # the socket is the eighth argument
+BEATS = READY + r"while printf '\1\0\0\0.' >&$8; do sleep 0.2; done"
 REAL_EXECUTABLE = sys.executable
 HANGS = READY + "exec sleep 60"
 

@@ -165,8 +165,8 @@ class ModelWorld(World):
         if choose([True, False]) and ordinary:
             replayed(core.runner, [1, 2, 4, 8])
             self.counts["walks with graphs"] += 1
-        if (loader := core.runner.adapters) is not None:
-            loader.load = functools.partial(_loaded, loader.load)  # type: ignore[method-assign]
+        runner = core.runner
+        runner.load_adapter = functools.partial(_loaded, runner.load_adapter)  # type: ignore[method-assign]
         self._launch, core.runner.launch = core.runner.launch, self.launch  # type: ignore[method-assign]
         return core
 

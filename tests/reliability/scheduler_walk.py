@@ -273,7 +273,6 @@ class World:
             vocab_size=VOCABULARY, longest_seq_len=config.max_seq_len, eos_token_ids=END_IDS, pooling=None
         )
         self.device, self.others = SimpleNamespace(type="cpu"), None  # what the loop asks of a runner
-        self.adapters = SimpleNamespace(load=self._load)
         self.adapter_of = [-1] * settings.slots  # places
         columns = -(-settings.longest // settings.block) + 1
         self.windows = [*[settings.longest] * settings.full, *(window for window, _ in settings.windows)]
@@ -558,7 +557,7 @@ class World:
         ]
         return SimpleNamespace(plan=plan, download=self, tokens=tokens, context_logits=logits, failed=failed)
 
-    def _load(self, place: int, folder: str) -> Future[Adapter]:
+    def load_adapter(self, place: int, folder: str) -> Future[Adapter]:
         """As AdapterLoader.load."""
         users = [r.handle for r in self.scheduler.requests.values() if r.adapter == place]
         if users or place in self.coming:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from concurrent.futures import Future
 
 import numpy as np
 import torch
@@ -22,7 +21,6 @@ from flashinfer_backend.engine.pacing import Pacer
 from flashinfer_backend.engine.preparations import Preparation, Preparations
 from flashinfer_backend.engine.profiling import Profiling
 from flashinfer_backend.engine.start import Core
-from flashinfer_backend.models.adapters import Adapter
 from flashinfer_backend.scheduler.invariants import InvariantChecker
 from flashinfer_backend.structured.grammar import Grammar, is_of_the_guide
 from flashinfer_backend.structured.preparation import GrammarPreparation
@@ -51,7 +49,7 @@ class EngineLoop:
             enabled=self.config.guided_decoding_backend != "none",
         )
         self.logits = LogitsRoom(self.config.max_logits_mib << 20, self.vocab_size)
-        load = self._load_adapter if self.config.max_loras else None
+        load = self.runner.load_adapter if self.config.max_loras else None
         self.adapters = AdapterPreparation(load, self.config.max_loras, self._with_adapters)
         line: list[Preparation] = [self._grammars, self.adapters, self.logits]
         self.preparations = Preparations(line, self.scheduler, self._refuse)
@@ -173,13 +171,6 @@ class EngineLoop:
             self.socket.send_failure(protocol.Failure(message.handle, str(error), refused=True))
         else:
             self.preparations.submit(request)
-
-    def _load_adapter(self, place: int, folder: str) -> Future[Adapter]:
-        loader, others = self.runner.adapters, self.runner.others
-        assert loader is not None
-        if others is not None:
-            others.load_adapter(place, folder)
-        return loader.load(place, folder)
 
     def _with_adapters(self) -> list[Request]:
         """Requests that can have a place of an adapter."""

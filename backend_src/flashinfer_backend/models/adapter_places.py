@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from flashinfer_backend.models.adapters import VOCABULARY, Adapter, AdapterError, changed
+from flashinfer_backend.models.adapters import VOCABULARY, Adapter, AdapterError, changed, replaced
 from flashinfer_backend.models.spec import Product
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import centred
@@ -43,9 +43,7 @@ class AdapterWeights:
         except (OSError, KeyError, SafetensorError) as error:
             raise AdapterError(f"{adapter.file} cannot be read: {error}") from None
         if changed(adapter):
-            raise AdapterError(
-                f"{adapter.file} was replaced or written to while it was read; send the request again"
-            )
+            raise AdapterError(replaced(adapter))
 
     @property
     def nbytes(self) -> int:

@@ -331,6 +331,11 @@ def adapter_state(folder: Path) -> State:
     return state(folder / ADAPTER_CONFIG), state(folder / WEIGHTS)
 
 
+def replaced(adapter: Adapter) -> str:
+    """What to tell where its files were not the same all the time."""
+    return f"{adapter.file} was replaced or written to while it was read; send the request again"
+
+
 def changed(adapter: Adapter) -> bool:
     """Whether one of its files was replaced or written to since they were read."""
     try:

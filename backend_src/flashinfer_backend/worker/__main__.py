@@ -54,7 +54,7 @@ def main() -> int:
     gc.freeze()
     link.ready()
     while data := link.receive():
-        runner.obey(data)
+        runner.obey(data, link.send)
     if data is not None:
         runner.state.model.collectives.settle()
     return 0

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import torch
 
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.models.adapter_places import AdapterPlaces, AdapterWeights
-from flashinfer_backend.models.adapters import Adapter, changed, read_adapter
+from flashinfer_backend.models.adapters import Adapter, AdapterError, State, changed, read_adapter, replaced
 from flashinfer_backend.models.transformer import Transformer
 
 
@@ -25,26 +25,20 @@ class AdapterLoader:
         self._places = AdapterPlaces(model, *limits)
         self._thread = ThreadPoolExecutor(1, "adapters")
         self._cached: OrderedDict[str, AdapterWeights] = OrderedDict()  # by folder, the latest last
-        self._coming: dict[int, Future[Adapter]] = {}  # by place
 
-    def load(self, place: int, folder: str) -> Future[Adapter]:
-        """Put the adapter of a folder into a place that no later step names before it is there; raises
-        AdapterError in the future."""
+    def load(self, place: int, folder: str, others: Sequence[Future[State]] = ()) -> Future[Adapter]:
+        """Put the adapter of a folder into a place that no later step names before it is there, on each rank;
+        raises AdapterError in the future. others: the state of the files that each other rank has read."""
         after = None
         if self._model.device.type == "cuda":
             # A step in flight may still read the place, of a request that was cancelled: what it computes
             # can be in the prefix cache.
             (after := torch.cuda.Event()).record()
-        future = self._coming[place] = self._thread.submit(self._load, place, folder, after)
-        return future
+        return self._thread.submit(self._load, place, folder, after, others)
 
-    def wait(self, places: Iterable[int]) -> None:
-        """Until what was last loaded into these places is there; raises what went wrong."""
-        for place in places:
-            if place in self._coming:
-                self._coming[place].result()
-
-    def _load(self, place: int, folder: str, after: torch.cuda.Event | None) -> Adapter:
+    def _load(
+        self, place: int, folder: str, after: torch.cuda.Event | None, others: Sequence[Future[State]]
+    ) -> Adapter:
         weights = self._cached.pop(folder, None)
         if weights is None or changed(weights.adapter):
             limits = self._config.max_lora_rank, self._config.lora_vocabulary
@@ -56,4 +50,7 @@ class AdapterLoader:
         held = sum(each.nbytes for each in self._cached.values())
         while held > self._config.lora_cache_host_memory_bytes:
             held -= self._cached.popitem(last=False)[1].nbytes
+        # The files can be removed or replaced after one rank has read them and before another one does.
+        if any(other.result() != weights.adapter.state for other in others):
+            raise AdapterError(replaced(weights.adapter))
         return weights.adapter

@@ -2,9 +2,9 @@
 """Rank 0's hand on the other ranks of its engine: their processes, and the plans that they run.
 
 Each has a pair of sockets with rank 0. Down go its settings, then plans' bytes in the order of the launches
-and adapters to load, and nothing at the end; up comes a byte when it is ready, and one every BEAT_S. A socket
-tells at once when the process at its other end has gone, so that either side ends with the other. (Shared
-memory would spare a copy, and tell of no death.)
+and adapters to load, and an empty message at the end; up come READY, a BEAT every BEAT_S, and what came of
+each adapter. A socket tells at once when the process at its other end has gone, so that either side ends with
+the other. (Shared memory would spare a copy, and tell of no death.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import msgspec
@@ -32,6 +33,7 @@ from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.parent import end_with_parent
 from flashinfer_backend.core.progress import telling
 from flashinfer_backend.core.step import StepPlan
+from flashinfer_backend.models.adapters import Adapter, AdapterError, State
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ KILLED_S = 1.0
 SAY_AFTER_S = 1.0  # of that, before the log tells what is waited for
 TOLD_S = 1.0  # between a collective that fails as another rank has ended, and what tells that it has
 BEAT, READY = b".", b"!"
+LOADED = b"l"  # begins what came of an adapter
 PLAN, ADAPTER, TRACE = b"p", b"a", b"t"  # kinds of messages from rank 0
 LENGTH = struct.Struct("<I")
 
@@ -60,6 +63,45 @@ def plan_message(plan: StepPlan) -> bytes:
 def adapter_message(place: int, folder: str) -> bytes:
     """The same, to load an adapter."""
     return ADAPTER + msgspec.msgpack.encode((place, folder))
+
+
+def loaded_message(future: Future[Adapter]) -> bytes:
+    """What came of an adapter on another rank, for Loads of rank 0."""
+    error = future.exception()
+    if error is not None and not isinstance(error, AdapterError):
+        log.error("an adapter could not be loaded", exc_info=error)
+    problem = "" if error is None else str(error) or type(error).__name__
+    state = None if error is not None else future.result().state
+    return LOADED + msgspec.msgpack.encode((problem, state))
+
+
+class Loads:
+    """The adapters that another rank is to load, in its order. For any thread."""
+
+    def __init__(self) -> None:
+        self._futures: deque[Future[State]] = deque()
+
+    def begin(self) -> Future[State]:
+        """The state of the files that the rank will have read; raises AdapterError in the future."""
+        future: Future[State] = Future()
+        self._futures.append(future)
+        return future
+
+    def end(self, message: bytes) -> None:
+        """Take in the rank's loaded_message of the oldest."""
+        problem, state = msgspec.msgpack.decode(message[1:], type=tuple[str, State | None])
+        with contextlib.suppress(IndexError):  # in another thread, `lose` has taken it
+            future = self._futures.popleft()
+            if state is None:
+                future.set_exception(AdapterError(problem))
+            else:
+                future.set_result(state)
+
+    def lose(self) -> None:
+        """The rank ends."""
+        with contextlib.suppress(IndexError):
+            while True:
+                self._futures.popleft().set_exception(RanksLostError("the other ranks end"))
 
 
 class RanksLostError(RuntimeError):
@@ -96,6 +138,7 @@ class OtherRanks:
         self._launched: deque[float] = deque()  # when, of the steps that have not been read
         self._sockets: dict[int, socket.socket] = {}
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._loads: dict[int, Loads] = {}
         settings = msgspec.json.encode(config)
         for rank in range(1, config.tensor_parallel_size):
             ours, theirs = socket.socketpair()
@@ -109,7 +152,7 @@ class OtherRanks:
                     # can interrupt.
                     preexec_fn=functools.partial(end_with_parent, signal.SIGKILL),
                 )
-            self._sockets[rank] = ours
+            self._sockets[rank], self._loads[rank] = ours, Loads()
             _send(ours, settings)
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
@@ -129,9 +172,12 @@ class OtherRanks:
         self._launched.append(time.monotonic())
         self._send(plan_message(plan))
 
-    def load_adapter(self, place: int, folder: str) -> None:
-        """Let the other ranks load an adapter (AdapterLoader.load), next to their steps."""
+    def load_adapter(self, place: int, folder: str) -> list[Future[State]]:
+        """Let the other ranks load an adapter (AdapterLoader.load), next to their steps. Returns each one's
+        state of the files that it has read; a future raises AdapterError where it could not."""
+        begun = [loads.begin() for loads in self._loads.values()]
         self._send(adapter_message(place, folder))
+        return begun
 
     def trace(self, stem: str) -> None:
         """Let the other ranks trace their steps to files of this name; "": let them write these."""
@@ -193,6 +239,8 @@ class OtherRanks:
         """End the other ranks at once, and wait up to KILLED_S until their devices are free. For any thread,
         also while another one closes them."""
         self._closed = True
+        for loads in self._loads.values():
+            loads.lose()
         for process in self._processes.values():
             process.kill()
         deadline = time.monotonic() + KILLED_S
@@ -206,6 +254,7 @@ class OtherRanks:
 
     def _watch(self) -> None:
         ranks = {other: rank for rank, other in self._sockets.items()}
+        received = {other: bytearray() for other in ranks}
         seen: dict[socket.socket, float] = {}  # when those that are ready last showed life
         now = resumed = time.monotonic()
         while not self._lost and not self._closed:
@@ -215,11 +264,15 @@ class OtherRanks:
             if now - before > 2 * WATCH_S:  # it is this process that stood still
                 seen, resumed = dict.fromkeys(seen, now), now
             for other in readable:
-                beats = _received(other)
-                if not beats:
+                data = _received(other)
+                if not data:
                     self._lose(f"rank {ranks[other]} has ended")
-                elif READY in beats or other in seen:
-                    seen[other] = now
+                received[other] += data
+                for message in _messages(received[other]):
+                    if message.startswith(LOADED):
+                        self._loads[ranks[other]].end(message)
+                    elif message == READY or other in seen:
+                        seen[other] = now
             for other, last in seen.items():
                 if now - last > SILENT_S:
                     self._lose(f"rank {ranks[other]} has shown no life for {SILENT_S:.0f} s")
@@ -253,6 +306,13 @@ def _received(other: socket.socket) -> bytes:
         return b""
 
 
+def _messages(data: bytearray) -> Iterator[bytes]:
+    """The messages that are whole, which go from the front of what has come."""
+    while len(data) >= LENGTH.size and len(data) >= (end := LENGTH.size + LENGTH.unpack_from(data)[0]):
+        yield bytes(data[LENGTH.size : end])
+        del data[:end]
+
+
 def _send(other: socket.socket, data: bytes) -> None:
     other.sendall(LENGTH.pack(len(data)) + data)
 
@@ -262,6 +322,7 @@ class RankLink:
 
     def __init__(self, fd: int) -> None:
         self._socket = socket.socket(fileno=fd)
+        self._lock = threading.Lock()  # one thread at a time sends
 
     def beat(self) -> None:
         """Show life from now on, from a thread; end this process when rank 0 has gone."""
@@ -271,7 +332,8 @@ class RankLink:
             poll.register(self._socket, select.POLLRDHUP | select.POLLHUP)
             while not poll.poll(BEAT_S * 1000):
                 try:
-                    self._socket.send(BEAT, socket.MSG_DONTWAIT)
+                    with self._lock:
+                        self._socket.send(LENGTH.pack(len(BEAT)) + BEAT, socket.MSG_DONTWAIT)
                 except BlockingIOError:
                     pass  # rank 0 has not looked for a while
                 except OSError:
@@ -282,7 +344,11 @@ class RankLink:
 
     def ready(self) -> None:
         """Tell rank 0 that this one waits for plans."""
-        self._socket.sendall(READY)
+        self.send(READY)
+
+    def send(self, message: bytes) -> None:
+        with self._lock:
+            _send(self._socket, message)
 
     def receive(self) -> bytes | None:
         """The next message, empty at the end, or None when rank 0 has gone."""

@@ -8,6 +8,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.draft_counts import drafted_shapes
 from flashinfer_backend.core.progress import telling
 from flashinfer_backend.core.step import StepOutput, StepPlan
+from flashinfer_backend.models.adapters import Adapter
 from flashinfer_backend.ops.staging import Download, ReadbackRing
 from flashinfer_backend.ops.weight import Chosen
 from flashinfer_backend.sampling.logprobs import context_logits
@@ -32,7 +34,7 @@ from flashinfer_backend.worker.device_state import DeviceState
 from flashinfer_backend.worker.drafting import Drafting, Fed
 from flashinfer_backend.worker.gpu_turns import GpuTurn
 from flashinfer_backend.worker.graphs import MIXED_SIZES, DecodeGraphs, GraphCapture, MixedGraphs, Replayed
-from flashinfer_backend.worker.ranks import ADAPTER, TRACE, OtherRanks
+from flashinfer_backend.worker.ranks import ADAPTER, TRACE, OtherRanks, loaded_message
 from flashinfer_backend.worker.trace import StepTrace
 
 log = logging.getLogger(__name__)
@@ -202,12 +204,20 @@ class Runner:
         if trace is not None:
             trace.write()
 
-    def obey(self, message: bytes) -> None:
-        """What rank 0 sent to this one: a plan, an adapter to load, or a trace to start or to write."""
+    def load_adapter(self, place: int, folder: str) -> Future[Adapter]:
+        """As AdapterLoader.load, on every rank."""
+        assert self.adapters is not None
+        others = [] if self.others is None else self.others.load_adapter(place, folder)
+        return self.adapters.load(place, folder, others)
+
+    def obey(self, message: bytes, answer: Callable[[bytes], None]) -> None:
+        """What rank 0 sent to this one: a plan, an adapter to load, or a trace to start or to write. answer:
+        sends rank 0 what came of an adapter, from a thread."""
         kind, data = message[:1], message[1:]
         if kind == ADAPTER:
             assert self.adapters is not None
-            self.adapters.load(*msgspec.msgpack.decode(data))
+            loading = self.adapters.load(*msgspec.msgpack.decode(data))
+            loading.add_done_callback(lambda future: answer(loaded_message(future)))
         elif kind == TRACE:
             try:
                 self.start_trace(data.decode()) if data else self.write_trace()
@@ -219,8 +229,6 @@ class Runner:
     @torch.inference_mode()
     def follow(self, plan: StepPlan) -> None:
         """The part in a step of a rank other than 0."""
-        if self.adapters is not None:
-            self.adapters.wait(plan.adapters[:, 1].tolist())
         if self.drafting is not None:
             self.drafting.recall(plan)
         computed = self._compute(plan)
