@@ -4,7 +4,7 @@
 import json
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,6 @@ from running import BothDoors, both_running, build_repository
 from engine.test_adapters import make_adapter, merged
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import BUNDLED, resolve_model_dir
-from flashinfer_backend.core.request import Request
-from flashinfer_backend.core.sampling_params import SamplingParams
-from flashinfer_backend.engine.adapters import AdapterPreparation
 from flashinfer_backend.models.adapters import AdapterError
 from flashinfer_backend.serving.adapters import AdapterNames
 from flashinfer_backend.text.tokenizer import TextTokenizer
@@ -186,35 +183,6 @@ def test_processes_that_store_task_ids_at_once(adapters: dict[str, Path], tmp_pa
     left = sorted((each.name for each in (run_dir / "adapters").iterdir()), key=len)
     assert len(left) == 2  # a task id, and its weights
     assert AdapterNames(config, run_dir).task(int(left[0])).endswith(left[1])
-
-
-def test_weights_that_an_engine_is_about_to_read_stay(adapters: dict[str, Path], tmp_path: Path) -> None:
-    """Its other ranks read them after the first one; what they did not find ended the engine."""
-    weights, numbers = (each[0] for each in trt_tensors(adapters["task"]))
-    names = AdapterNames(
-        EngineConfig(model_dir=BUNDLED, tokenizer_dir=BUNDLED, lora_cache_host_memory_bytes=weights.nbytes),
-        tmp_path / "u",
-    )
-    loads: list[Future[Any]] = []
-
-    def load(place: int, folder: str) -> Future[Any]:
-        loads.append(Future())
-        return loads[-1]
-
-    preparation = AdapterPreparation(load, 1, list)
-    folders: list[Path] = []
-    found = []
-    for task in range(4):
-        folders.append(Path(names.keep_task(task, weights + np.float16(task / 8), numbers)))
-        if task % 2 == 0:
-            params = SamplingParams(max_tokens=1, adapter=str(folders[-1]))
-            preparation.submit(Request(task + 1, np.zeros(4, np.int32), params, 1))
-            assert not list(preparation.ready())  # it begins to load
-            loads[-1].set_exception(AdapterError("broken"))
-        list(preparation.ready())
-        found.append([folder.is_dir() for folder in folders])
-    # The third came before the place was given away.
-    assert found == [[True], [True, True], [True, False, True], [False, False, True, True]]
 
 
 def test_wrong_weights_of_task_ids_are_refused_and_their_number_is_bounded(

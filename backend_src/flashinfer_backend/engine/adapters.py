@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests with an adapter, until that is on the device."""
 
-import contextlib
-import fcntl
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -28,23 +25,13 @@ Key = tuple[str, State]
 @dataclass(eq=False)
 class Place:
     """key: names what it holds or will hold; future: until it is there; used: when a request last took it;
-    root: in front of tokens in the keys of blocks, by the files as they were read; lock: on the folder, which
-    keeps a task id's weights from giving way to others before all ranks have read them; or -1."""
+    root: in front of tokens in the keys of blocks, by the files as they were read."""
 
     number: int
     key: Key | None = None
     future: Future[Adapter] | None = None
     used: float = 0.0
     root: bytes = b""
-    lock: int = -1
-
-    def hold(self, folder: str) -> None:
-        if self.lock >= 0:
-            os.close(self.lock)
-        self.lock = -1
-        with contextlib.suppress(OSError):  # it has just gone, or its file system has no locks
-            self.lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-            fcntl.flock(self.lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 class AdapterPreparation(Waiting[tuple[float, Key | str]]):
@@ -160,7 +147,6 @@ class AdapterPreparation(Waiting[tuple[float, Key | str]]):
         if not free:
             return
         place = min(free, key=lambda place: (place.key is not None, place.used))
-        place.hold(key[0])
         place.key, place.future = key, self._load(place.number, key[0])
         self.loads += 1
 

@@ -6,7 +6,6 @@ All processes of a server that take requests share them, in files of the model's
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -239,14 +238,6 @@ class AdapterNames:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a task id's weights, at once: an engine that is about to read them finds all or nothing. Those
-    that an engine has a lock on stay (Place.lock)."""
-    lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        gone = folder.replace(tempfile.mkdtemp(dir=folder.parent))
-        shutil.rmtree(gone, ignore_errors=True)
-    except BlockingIOError:
-        pass
-    finally:
-        os.close(lock)
+    """Remove a task id's weights, at once: an engine that is about to read them finds all or nothing."""
+    gone = folder.replace(tempfile.mkdtemp(dir=folder.parent))
+    shutil.rmtree(gone, ignore_errors=True)
