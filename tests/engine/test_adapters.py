@@ -9,6 +9,7 @@ import random
 import shutil
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -28,6 +29,7 @@ from engine.test_generate import make_prompts
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.request import Request
 from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.engine import adapters
 from flashinfer_backend.engine.adapters import AdapterPreparation
 from flashinfer_backend.models.adapters import Adapter, AdapterError
 from flashinfer_backend.transport import protocol
@@ -320,6 +322,51 @@ def test_an_adapter_that_failed_for_a_cancelled_request_is_tried_again(tmp_path:
             loads[0].set_exception(AdapterError("broken"))
     loads[1].set_result(Adapter(tmp_path, ((0, 0), (0, 0)), 1, ()))
     assert [problem for _, problem in preparation.ready()] == [None]
+
+
+def test_requests_that_wait_for_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are overtaken for a while, then come first. A turn does not look at each of thousands."""
+    clock, looks = SimpleNamespace(now=0.0), []
+    monkeypatch.setattr(adapters, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    place_of = AdapterPreparation._place_of
+    monkeypatch.setattr(AdapterPreparation, "_place_of", lambda *args: looks.append(1) or place_of(*args))
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for file in ("adapter_config.json", "adapter_model.safetensors"):
+            (tmp_path / name / file).touch()
+
+    def load(place: int, folder: str) -> Future[Any]:
+        loaded: Future[Any] = Future()
+        loaded.set_result(Adapter(Path(folder), ((0, 0), (0, 0)), 1, ()))
+        return loaded
+
+    running: list[Request] = []
+    preparation = AdapterPreparation(load, 1, lambda: running)
+
+    def come(name: str, *handles: int) -> None:
+        for handle in handles:
+            preparation.submit(Request(handle, np.zeros(4, np.int32), asks(tmp_path / name), 24))
+
+    def gone_on() -> list[int]:
+        found = [request for _ in range(2) for request, problem in preparation.ready() if problem is None]
+        running.extend(found)
+        return [request.handle for request in found]
+
+    come("a", 1, 2)
+    assert gone_on() == [1, 2]
+    come("b", *range(10, 1010))
+    come("a", 3)
+    looks.clear()
+    assert gone_on() == [3] and len(looks) < 10
+    assert preparation.waiting == [str(tmp_path / "b")]
+    clock.now = 1.5
+    come("a", 4)
+    assert gone_on() == []
+    preparation.cancel(10)  # the next one has waited for as long
+    running.clear()
+    assert gone_on() == list(range(11, 1010)) and preparation.waiting == [str(tmp_path / "a")]
+    running.clear()
+    assert gone_on() == [4] and not len(preparation)
 
 
 def test_an_adapter_that_gave_way_to_others_is_named(tmp_path: Path) -> None:
