@@ -27,7 +27,14 @@ from flashinfer_backend.openai.formats import choice, harmony
 from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, Event, merged
 from flashinfer_backend.openai.link import Stream, Streams
 from flashinfer_backend.openai.model import Model
-from flashinfer_backend.openai.requests import ChatRequest, ResponsesRequest, decode
+from flashinfer_backend.openai.requests import (
+    AllowedChoice,
+    AllowedFunctions,
+    ChatRequest,
+    FunctionChoice,
+    ResponsesRequest,
+    decode,
+)
 from flashinfer_backend.openai.response_store import ResponseStore
 from flashinfer_backend.openai.responses import messages_of, offered_tools, without_references
 from flashinfer_backend.openai.sampling import NO_TOKENS, Defaults, EngineLimits, Length, sampling_params
@@ -404,10 +411,7 @@ def test_definitions_of_several_tools_stay_apart() -> None:
     named = [call["properties"]["name"]["const"] for call in schema["items"]["anyOf"]]
     where = [call["properties"]["parameters"]["$ref"] for call in schema["items"]["anyOf"]]
     assert dict(zip(named, where, strict=True)) == {"a": "#/$defs/f0", "b": "#/$defs/f1"}
-    allowed = {
-        "type": "allowed_tools",
-        "allowed_tools": {"mode": "auto", "tools": [{"function": {"name": "b"}}]},
-    }
+    allowed = AllowedChoice(AllowedFunctions("auto", [FunctionChoice.of("b")]))
     taken = read_tools([tool("a", "string"), tool("b", "integer")], allowed, None)
     assert (taken.choice, list(taken.schemas)) == (AUTO, ["b"])
 
@@ -633,14 +637,29 @@ def test_errors_name_the_tool_in_the_request(tools: list[dict[str, Any]], messag
     assert str(error.value).startswith(message) and message.startswith(f"{error.value.param} ")
 
 
-@pytest.mark.parametrize(("places", "form"), [
-    (None, '{"type": "function", "function": {"name": ...}}'),
-    (["tools[0]"], '{"type": "function", "name": ...}'),
+@pytest.mark.parametrize(("kind", "choice", "place", "said"), [
+    (ChatRequest, "maybe", "", "or required or an object of the type function or allowed_tools"),
+    (ChatRequest, {"type": "x"}, ".type", "it should be function or allowed_tools"),
+    (ChatRequest, {"type": "function", "function": "f"}, ".function", "Expected `object`, got `str`"),
+    (ChatRequest, {"type": "function", "function": {"name": "f"}, "name": "f"}, ".name", "Unrecognized"),
+    (ChatRequest, {"type": "function", "function": {"name": "f", "x": 1}}, ".function.x", "Unrecognized"),
+    (ChatRequest, {"type": "allowed_tools", "allowed_tools": {"mode": "none", "tools": []}},
+     ".allowed_tools.mode", "it should be auto or required"),
+    (ChatRequest, {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}},
+     ".allowed_tools.tools", "of length >= 1"),
+    (ChatRequest, {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": ["f"]}},
+     ".allowed_tools.tools[0]", "Expected `object`, got `str`"),
+    (ResponsesRequest, "maybe", "", "it should be auto or none or required or an object of the type"),
+    (ResponsesRequest, {"type": "custom", "name": "f", "x": 1}, ".x", "Unrecognized"),
+    (ResponsesRequest, {"type": "function", "function": {"name": "f"}}, ".function", "Unrecognized"),
+    (ResponsesRequest, {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]},
+     ".tools[0].type", "it should be function or custom"),
 ])  # fmt: skip
-def test_errors_of_a_choice_show_the_requests_own_form(places: list[str] | None, form: str) -> None:
+def test_errors_of_a_choice_name_its_member(kind: Any, choice: Any, place: str, said: str) -> None:
+    body = {"messages": []} if kind is ChatRequest else {"input": "x"}
     with pytest.raises(ApiError) as error:
-        read_tools([{"type": "function", "function": {"name": "f"}}], {"type": "x"}, True, places)
-    assert f"a function ({form}) or some (" in str(error.value)
+        decode(kind, json.dumps({**body, "tool_choice": choice}).encode())
+    assert said in str(error.value) and error.value.param == f"tool_choice{place}"
 
 
 @pytest.mark.parametrize(("items", "place"), [

@@ -18,6 +18,7 @@ from flashinfer_backend.openai.formats.events import ARGUMENTS, CONTENT, REASONI
 from flashinfer_backend.openai.items import Change, Items, named_event
 from flashinfer_backend.openai.requests import (
     CountTokensRequest,
+    FunctionChoice,
     MessagesRequest,
     OutputConfig,
     Sampling,
@@ -227,11 +228,11 @@ def _tools(request: CountTokensRequest) -> Tools:
         function = {key: tool.get(key) for key in ("name", "description", "strict")}
         tools.append({"type": "function", "function": {**function, "parameters": tool["input_schema"]}})
     given = request.tool_choice or ToolChoice("auto")
-    choice: str | dict[str, Any] = CHOICES.get(given.type, "")
+    choice: str | FunctionChoice = CHOICES.get(given.type, "")
     if given.type == "tool":
         if given.name is None:
             raise field_error("tool_choice.name", "is missing; it should name a tool")
-        choice = {"type": "function", "function": {"name": given.name}}
+        choice = FunctionChoice.of(given.name)
     elif given.name is not None:
         raise field_error("tool_choice.name", f"should be left out with the type {given.type}")
     places = [f"tools[{n}]" for n in range(len(tools))]

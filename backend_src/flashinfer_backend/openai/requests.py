@@ -42,6 +42,8 @@ TopK = Annotated[int, Meta(ge=-1, le=INT32_MAX)]
 RequestId = Annotated[str, Meta(pattern=r"^[!-~]{1,180}$(?!\n)")]
 TopLogProbs = Annotated[int, Meta(ge=0, le=MOST_TOP_LOGPROBS)]
 Factor = Annotated[float, Meta(ge=LEAST, le=MOST)]
+ChoiceWord = Literal["auto", "none", "required"]
+AllowedMode = Literal["auto", "required"]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -171,6 +173,29 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
     json_schema: dict[str, Any] | None = None
 
 
+class FunctionName(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+
+
+class FunctionChoice(msgspec.Struct, forbid_unknown_fields=True, tag="function"):
+    """A function that has to be called, or can be."""
+
+    function: FunctionName
+
+    @classmethod
+    def of(cls, name: str) -> "FunctionChoice":
+        return cls(FunctionName(name))
+
+
+class AllowedFunctions(msgspec.Struct, forbid_unknown_fields=True):
+    mode: AllowedMode
+    tools: Annotated[list[FunctionChoice], Meta(min_length=1)]
+
+
+class AllowedChoice(msgspec.Struct, forbid_unknown_fields=True, tag="allowed_tools"):
+    allowed_tools: AllowedFunctions
+
+
 class ChatRequest(Sampling, kw_only=True):
     messages: list[dict[str, Any]]
     n: Choices | None = 1
@@ -181,7 +206,7 @@ class ChatRequest(Sampling, kw_only=True):
     prompt_logprobs: TopLogProbs | None = None
     response_format: ResponseFormat | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: ChoiceWord | FunctionChoice | AllowedChoice | None = None
     parallel_tool_calls: bool | None = True
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -252,12 +277,28 @@ class CompletionRequest(Sampling, kw_only=True):
             )
 
 
+class ToolName(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, tag="function"):
+    """A tool of a response that has to be called, or can be."""
+
+    name: str
+    namespace: str | None = None
+
+
+class CustomToolName(ToolName, tag="custom"):
+    pass
+
+
+class AllowedTools(msgspec.Struct, forbid_unknown_fields=True, tag="allowed_tools"):
+    mode: AllowedMode
+    tools: Annotated[list[ToolName | CustomToolName], Meta(min_length=1)]
+
+
 class ResponsesRequest(Sampling, kw_only=True):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: Tokens | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: ChoiceWord | ToolName | CustomToolName | AllowedTools | None = None
     parallel_tool_calls: bool | None = True
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
@@ -499,22 +540,31 @@ def _error(kind: type[msgspec.Struct], text: str) -> ApiError:
         place = _place(found)
         return field_error(place, "is missing", code="missing_required_parameter")
     if found := _WRONG.fullmatch(text):
-        known = _words(kind, found[2]) if found[1].startswith("Invalid enum value") else ""
+        known = _words(kind, found[2]) if found[1].startswith(("Invalid enum", "Invalid value")) else ""
         return ApiError(f"{found[2]}: {found[1]}{known and '; it should be '}{known}", param=found[2])
     return ApiError(text)
 
 
 def _words(kind: type[msgspec.Struct], place: str) -> str:
-    """The words that a field of a request, or of an object in it, can have."""
+    """The words that a field of a request, or of an object in it, can have, and the types of objects."""
     types: list[info.Type] = [info.type_info(kind)]
-    for name in re.findall("[a-z_]+", place):
+    structs: list[info.StructType] = []
+    *path, last = re.findall("[a-z_]+", place)
+    for name in (*path, last):
         structs = [each for each in types if isinstance(each, info.StructType)]
-        types = [field.type for each in structs for field in each.fields if field.encode_name == name]
-        types = [each for found in types for each in getattr(found, "types", (found,))]
-        types = [getattr(each, "item_type", each) for each in types]
-    return " or ".join(
-        str(word) for each in types if isinstance(each, info.LiteralType) for word in each.values
-    )
+        fields = [field for each in structs for field in each.fields if field.encode_name == name]
+        types = [each for field in fields for each in _types(field.type)]
+    words = [str(word) for each in types if isinstance(each, info.LiteralType) for word in each.values]
+    words += [str(each.tag) for each in structs if each.tag_field == last]
+    objects = [str(each.tag) for each in types if isinstance(each, info.StructType) and each.tag]
+    words += [f"an object of the type {' or '.join(objects)}"] * bool(objects)
+    return " or ".join(words)
+
+
+def _types(of: info.Type) -> list[info.Type]:
+    """Those that a union or a list is of; else the type itself."""
+    inner = getattr(of, "types", None) or [getattr(of, "item_type", None) or getattr(of, "type", of)]
+    return [of] if inner == [of] else [each for one in inner for each in _types(one)]
 
 
 def _place(found: re.Match[str]) -> str:

@@ -19,12 +19,22 @@ from flashinfer_backend.openai.errors import ApiError, field_error, wrong_value
 from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, Event
 from flashinfer_backend.openai.items import Change, Items, named_event
 from flashinfer_backend.openai.no_effect import check_value
-from flashinfer_backend.openai.requests import ENCRYPTED_REASONING, ResponseFormat, ResponsesRequest, decode
+from flashinfer_backend.openai.requests import (
+    ENCRYPTED_REASONING,
+    AllowedChoice,
+    AllowedFunctions,
+    CustomToolName,
+    FunctionChoice,
+    ResponseFormat,
+    ResponsesRequest,
+    ToolName,
+    decode,
+)
 from flashinfer_backend.openai.response_store import ResponseStore
 from flashinfer_backend.openai.sampling import Guide, guide_of, shortened
 from flashinfer_backend.openai.served_model import ServedModel
 from flashinfer_backend.openai.template import Place, plain_messages
-from flashinfer_backend.openai.tools import new_call_id, read_tools
+from flashinfer_backend.openai.tools import AUTO, new_call_id, read_tools
 from flashinfer_backend.structured.grammar import GrammarError
 from flashinfer_backend.structured.regex import rust_regex
 
@@ -100,7 +110,7 @@ def read_responses(served: ServedModel, body: bytes) -> ParsedResponses:
         plain_messages(*messages_of(request, earlier), field="input"),
         read_tools(
             [one.tool for one in offered],
-            _tool_choice(request.tool_choice),
+            _tool_choice(request, offered),
             request.parallel_tool_calls,
             [one.place for one in offered],
         ),
@@ -374,19 +384,29 @@ def _log_left_out(kind: str) -> None:
     )
 
 
-def _tool_choice(choice: str | Mapping[str, Any] | None) -> str | Mapping[str, Any] | None:
-    if isinstance(choice, Mapping) and choice.get("type") in ("function", "custom"):
-        name, namespace = choice.get("name"), choice.get("namespace")
-        if isinstance(name, str) and isinstance(namespace, str):
-            name = flat_name(namespace, name)
-        return {"type": "function", "function": {"name": name}}
-    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
-        allowed = choice.get("tools")
-        if isinstance(allowed, list):
-            allowed = [{"function": tool} for tool in allowed]
-        inner = {"mode": choice.get("mode"), "tools": allowed}
-        return {"type": "allowed_tools", "allowed_tools": inner}
-    return choice
+def _tool_choice(
+    request: ResponsesRequest, offered: Sequence[Offered]
+) -> str | FunctionChoice | AllowedChoice:
+    """tool_choice as a chat has it. Raises ApiError."""
+    choice = request.tool_choice or AUTO
+    if isinstance(choice, str):
+        return choice
+    kinds = {
+        str(one.tool["function"].get("name")): "custom" if one.custom else "function" for one in offered
+    }
+
+    def function(named: ToolName, place: str) -> FunctionChoice:
+        name, given = flat_name(named.namespace, named.name), "function"
+        if isinstance(named, CustomToolName):
+            given = "custom"
+        if (kind := kinds.get(name, given)) != given:
+            raise field_error(f"{place}.type", f"is {given}; it should be {kind}, as that of {named.name} is")
+        return FunctionChoice.of(name)
+
+    if isinstance(choice, ToolName):
+        return function(choice, "tool_choice")
+    allowed = [function(named, f"tool_choice.tools[{n}]") for n, named in enumerate(choice.tools)]
+    return AllowedChoice(AllowedFunctions(choice.mode, allowed))
 
 
 def _guide(request: ResponsesRequest) -> Guide:

@@ -10,6 +10,7 @@ from typing import Any
 
 from flashinfer_backend.core.values import shown
 from flashinfer_backend.openai.errors import ApiError, field_error
+from flashinfer_backend.openai.requests import AllowedChoice, FunctionChoice
 from flashinfer_backend.openai.sampling import NO_GUIDE, Guide, schema_guide
 
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -69,7 +70,7 @@ class Tools:
 
 def read_tools(
     tools: Sequence[Mapping[str, Any]] | None,
-    choice: str | Mapping[str, Any] | None,
+    choice: str | FunctionChoice | AllowedChoice | None,
     parallel: bool | None,
     places: Sequence[str] | None = None,
 ) -> Tools:
@@ -79,21 +80,28 @@ def read_tools(
         if choice not in (None, NONE, AUTO):
             raise field_error("tool_choice", "is set, but there are no tools")
         return Tools()
-    flat = places is not None
     places = places or [f"tools[{n}].function" for n in range(len(tools))]
     functions = [_function(tool, place) for tool, place in zip(tools, places, strict=True)]
     names = [function["name"] for function in functions]
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise field_error("tools", f"has two of the name {twice[0]}; rename one")
-    chosen, allowed = _choice(choice, flat)
-    unknown = {name for name in (*allowed, chosen) if name not in (*names, AUTO, NONE, REQUIRED)}
-    if unknown:
+    chosen, taken = AUTO, functions
+    named: list[str] = []
+    if isinstance(choice, FunctionChoice):
+        chosen = choice.function.name
+        named = [chosen]
+    elif isinstance(choice, AllowedChoice):
+        chosen = choice.allowed_tools.mode
+        named = [tool.function.name for tool in choice.allowed_tools.tools]
+        taken = [function for function in functions if function["name"] in named]
+    elif choice is not None:
+        chosen = choice
+    if unknown := set(named) - set(names):
         raise field_error(
             "tool_choice", f"names {', '.join(sorted(unknown))}; the tools are {', '.join(names)}"
         )
     if chosen == NONE:  # what the model is not told of it does not call
         return Tools()
-    taken = [function for function in functions if not allowed or function["name"] in allowed]
     return Tools(
         chosen,
         [{"type": "function", "function": function} for function in taken],
@@ -128,41 +136,6 @@ def _function(tool: Mapping[str, Any], place: str) -> dict[str, Any]:
         )
     # How strict a call is read is for the server; the model is not told.
     return {key: value for key, value in function.items() if key != "strict" and value is not None}
-
-
-def _choice(choice: str | Mapping[str, Any] | None, flat: bool) -> tuple[str, list[str]]:
-    """(the choice or the function's name, the functions that are allowed, empty for all). flat: a function of
-    the request has its name next to its type."""
-    if choice is None:
-        return AUTO, []
-    if isinstance(choice, str):
-        if choice in (AUTO, NONE, REQUIRED):
-            return choice, []
-    elif choice.get("type") == "function":
-        name = _at(choice, "function", "name")
-        if isinstance(name, str):
-            return name, []
-    elif choice.get("type") == "allowed_tools":
-        mode, listed = (_at(choice, "allowed_tools", key) for key in ("mode", "tools"))
-        names = [_at(tool, "function", "name") for tool in listed] if isinstance(listed, list) else []
-        if mode in (AUTO, REQUIRED) and names and all(isinstance(name, str) for name in names):
-            return str(mode), names
-    named = '"name": ...' if flat else '"function": {"name": ...}'
-    function = f'{{"type": "function", {named}}}'
-    tools = f'"mode": "auto" or "required", "tools": [{function}, ...]'
-    listed = f'{{"type": "allowed_tools", {tools}}}'
-    if not flat:
-        listed = f'{{"type": "allowed_tools", "allowed_tools": {{{tools}}}}}'
-    raise field_error(
-        "tool_choice", f"should be auto, none, required, a function ({function}) or some ({listed})"
-    )
-
-
-def _at(value: Any, *keys: str) -> Any:
-    """What lies under keys in objects in each other, None where one of them is no object or lacks its key."""
-    for key in keys:
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value
 
 
 def _call_schema(name: str, parameters: str) -> dict[str, Any]:
