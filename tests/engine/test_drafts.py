@@ -300,3 +300,23 @@ def _logged(params: list[SamplingParams]) -> list[SamplingParams]:
 def test_drafts_are_refused_where_they_cannot_be_checked():
     with pytest.raises(ValueError, match="tensor_parallel_size should be 1"):
         start_core(Path("bundled"), proposer=Replay(2, 0.0), tensor_parallel_size=2)
+
+
+def test_tokens_before_one_that_nothing_is_left_for_are_sent(tmp_path):
+    """Of the step's drafts those in front of it are right. A stop word among them ends the answer first."""
+    greedy = SamplingParams(max_tokens=12, temperature=0.0, end_id=-1)
+    with serve(start_core(Path("bundled")), tmp_path / "plain") as client:
+        ((*before, last), *_) = [tokens[:6] for tokens in client.generate(PROMPTS[:1], greedy)]
+    allowed = sorted({*before, last})
+    stuck: Any = {"allowed_ids": allowed, "bad_words": [[before[-1], each] for each in allowed]}
+    stuck |= {"max_tokens": 12, "temperature": 0.0, "end_id": -1}
+    proposer = Replay(4, 0.0, [PROMPTS[0] + before])
+    core = start_core(Path("bundled"), proposer=proposer, check_invariants=True)
+    core.scheduler._pace.offers = lambda *_: 4  # type: ignore[union-attr,method-assign]
+    with serve(core, tmp_path / "drafts") as client:
+        for more, ends in (({}, False), ({"stop_sequences": [[before[-2]]]}, True)):
+            one = client.submit(PROMPTS[0], SamplingParams(**stuck, **more))
+            client.wait([one])
+            assert client.tokens[one] == (before[:-1] if ends else before)
+            assert (one in client.failure, one in client.code) == (not ends, ends)
+    assert core.scheduler.accepted_tokens

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from engine.harness import serve, start_core
+from engine.test_graph_steps import replayed
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.sampling import processors, sampler
 
@@ -49,6 +50,24 @@ def test_what_fails_for_one_rows_logits_fails_that_row(tmp_path, monkeypatch):
     monkeypatch.setattr(processors, "add_bias", fail_for_marked)
     biased = SamplingParams(max_tokens=9, bias_ids=[1], bias_values=[-99.0], end_id=-1)
     assert "no room for these logits" in fails_beside(streams, start_core(Path("bundled")), tmp_path, biased)
+
+
+def test_tokens_before_the_one_that_fails_are_sent(tmp_path, monkeypatch):
+    calls, add_bias = [], processors.add_bias
+
+    def fail_at_last(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) > 3:  # the steps before are tried again, row by row
+            raise MemoryError("no room for these logits")
+        add_bias(*args)
+
+    monkeypatch.setattr(processors, "add_bias", fail_at_last)
+    core = start_core(Path("bundled"))
+    replayed(core.runner)  # a graph does not stop between layers for the step before to be read
+    with serve(core, tmp_path) as client:
+        bad = client.submit([MARKED], SamplingParams(9, end_id=-1, bias_ids=[1], bias_values=[-9.0]))
+        client.wait([bad])
+        assert len(client.tokens[bad]) == 3 and "no room" in client.failure[bad].message
 
 
 def test_stateful_rows_beside_the_one_that_fails_keep_their_tokens(tmp_path, monkeypatch):

@@ -196,14 +196,15 @@ class StepOutput:
     """What a step came to. Rows are sampling rows."""
 
     tokens: np.ndarray  # int32 [n], row after row
-    counts: np.ndarray | None = None  # int32 [s], tokens of each row, 1 or more; None: one of each
+    counts: np.ndarray | None = None  # int32 [s], tokens of each row; None: one of each
     # Of tokens, by their places in `tokens`.
     log_probs: list[tuple[int, float]] = field(default_factory=list)
     top_logprobs: list[tuple[int, list[tuple[int, float]]]] = field(default_factory=list)
     generation_logits: list[tuple[int, bytes]] = field(default_factory=list)  # float32 [V]
     # Rows after whose token their grammar lets nothing follow.
     grammar_ends: list[int] = field(default_factory=list)
-    failed: list[tuple[int, str]] = field(default_factory=list)  # rows that no token was left for, and why
+    # Rows that no token is left for behind those that they have, and why.
+    failed: list[tuple[int, str]] = field(default_factory=list)
 
     def keep(self, samples: np.ndarray, counts: np.ndarray) -> None:
         """Drop, of each row's `samples` tokens, what is behind the first `counts`; int32 [s] each."""

@@ -214,6 +214,8 @@ class EngineLoop:
             return
         for row, logits in launched.context_logits:
             self._keep_context_logits(plan, row, logits)
+        if launched.failed:
+            self._read_all()  # what came before is sent before
         for row, why in launched.failed:
             self._fail(int(plan.slots[row]), why)
         self.in_flight.append(launched)
@@ -289,12 +291,8 @@ class EngineLoop:
         output = self.runner.read(launched)
         self.pacer.finished(launched.plan, time.monotonic())
         table = self.scheduler.table
-        for row, why in output.failed:
-            slot = int(launched.plan.sample_slots[row])
-            if table.epoch[slot] == launched.plan.epochs[row]:
-                self._fail(slot, why)
         outcome = accept(table, launched.plan, output.tokens, output.counts)
-        if output.counts is not None:
+        if output.counts is not None and len(launched.plan.drafted_rows):
             kept = np.bincount(outcome.rows, minlength=len(output.counts))
             self.scheduler.correct(launched.plan, kept)
         requests = table.requests
@@ -319,6 +317,10 @@ class EngineLoop:
             request = requests[slot]
             assert request is not None
             self.scheduler.release(request)
+        for row, why in output.failed:
+            slot = int(launched.plan.sample_slots[row])
+            if table.epoch[slot] == launched.plan.epochs[row]:
+                self._fail(slot, why)
         self._reading = False
 
     def _send_end(self, request: Request, code: int) -> None:

@@ -34,6 +34,7 @@ def accept(table: SlotTable, plan: StepPlan, tokens: np.ndarray, counts: np.ndar
     rows = (table.epoch[slots] == plan.epochs).nonzero()[0]
     if counts is None:
         return _accept(table, rows, rows, slots[rows], tokens[rows], 0)
+    rows = rows[counts[rows] > 0]
     first, parts = np.cumsum(counts) - counts, []
     for turn in range(int(counts.max(initial=1))):
         places = first[rows] + turn

@@ -212,8 +212,15 @@ class Sampler:
             found: list[int] = values[first : first + kept].tolist()
             return found
 
-        output.failed = [(r.row, NO_TOKEN_LEFT) for r in sampled.limited if r.state.marker in tokens_of(r)]
-        stuck = {row for row, _ in output.failed}
+        stuck = {
+            row.row: found.index(row.state.marker)
+            for row in sampled.limited
+            if row.state.marker in (found := tokens_of(row))
+        }
+        if stuck:
+            output.failed = [(row, NO_TOKEN_LEFT) for row in stuck]
+            counts = np.ones_like(plan.samples) if counts is None else counts
+            counts[list(stuck)] = list(stuck.values())
         moves, rows = [], []
         for i, row in enumerate(sampled.guided):
             tokens, end_id, grammar = tokens_of(row), row.state.params.end_id, row.state.grammar
