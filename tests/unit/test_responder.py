@@ -91,6 +91,26 @@ def test_only_the_last_row_of_a_batch_is_final(bench: Bench) -> None:
     assert [flags for _, flags, _ in sender.sent] == [0, 0, FINAL]
 
 
+@pytest.mark.parametrize("held", [False, True])
+def test_tokens_that_arrive_with_a_failure_while_a_response_is_sent_come_before_it(
+    bench: Bench, held: bool
+) -> None:
+    """held: they may begin a stop word."""
+    sender, request = bench.open(row())
+    (sequence,) = request.sequences
+    matcher = SimpleNamespace(held=0, feed=lambda ids: None)
+    sequence._matcher = matcher  # type: ignore[assignment]
+    sender.free.clear()
+    feed(sequence, 1)
+    assert sender.entered.wait(TIMEOUT_S)
+    matcher.held = 2 * held
+    feed(sequence, 2, 3)
+    sequence.on_failure("out of luck", False)
+    sender.free.set()
+    assert sender.ended.wait(TIMEOUT_S)
+    assert sender.ids == [[1], [2, 3]]
+
+
 @pytest.mark.parametrize(
     ("refused", "message"),
     [

@@ -289,7 +289,7 @@ class Streams:
                     if stream.failure is not None and not chunk.last:  # it came while the chunk waited
                         self._ready.append((stream, None))
                     return stream, chunk
-                if stream.failure is not None and not stream.ended:
+                if stream.failed:
                     stream.ended = True
                     self.cancel()
                     raise failure(stream)

@@ -176,6 +176,11 @@ class Generation:
         return arrived_end or self.failure is not None
 
     @property
+    def failed(self) -> bool:
+        """Whether it has failed, and what came before was taken. For the thread that takes."""
+        return self.failure is not None and not self._arrived and not self.ended
+
+    @property
     def crowded_out(self) -> bool:
         """Whether it failed because the engine's queue was full, or timed out there."""
         words = (protocol.QUEUE_FULL, protocol.QUEUE_TIMEOUT)
@@ -187,11 +192,13 @@ class Generation:
             self._schedule()
 
     def take(self) -> Chunk | None:
-        """The next chunk to send, or None. Sets `ended` with the last one."""
+        """The next chunk to send, or None. Sets `ended` with the last one. Of a sequence that failed what
+        there is comes, also what may begin a stop word."""
         # Cleared first: what arrives from here on schedules the sequence again.
         self._scheduled = False
         if self.ended:
             return None
+        failed = self.failure is not None  # before this is read, all that came before it is there
         if self._stopped is not None:
             return self._take_stopped(self._stopped)
         chunk, matched = self._kept, False
@@ -207,7 +214,7 @@ class Generation:
         else:
             chunk.ids += new_ids
         held = 0
-        if not chunk.last and self._matcher is not None:
+        if not chunk.last and self._matcher is not None and not failed:
             held = self._matcher.held
         if not chunk.last and (not self.row.streaming or len(chunk.ids) <= held):
             return None

@@ -153,9 +153,9 @@ class Responder:
             chunk = sequence.take()
             if chunk is not None:
                 self._send_chunk(sequence, chunk)
-            if sequence.failure is not None and not sequence.ended:
+            if sequence.failed:
                 code = "UNAVAILABLE" if sequence.crowded_out else "INTERNAL"
-                self.drop(sequence.request, sequence.failure, getattr(self._pb.TritonError, code))
+                self.drop(sequence.request, sequence.failure or "", getattr(self._pb.TritonError, code))
         except Exception as error:  # a thread that ends would leave its requests open
             traceback.print_exc()
             self.drop(sequence.request, f"cannot send a response: {error}", self._pb.TritonError.INTERNAL)
