@@ -65,7 +65,8 @@ def test_tokens_before_the_one_that_fails_are_sent(tmp_path, monkeypatch):
     core = start_core(Path("bundled"))
     replayed(core.runner)  # a graph does not stop between layers for the step before to be read
     with serve(core, tmp_path) as client:
-        bad = client.submit([MARKED], SamplingParams(9, end_id=-1, bias_ids=[1], bias_values=[-9.0]))
+        biased = SamplingParams(max_tokens=9, bias_ids=[1], bias_values=[-9.0], end_id=-1)
+        bad = client.submit([MARKED], biased)
         client.wait([bad])
         assert len(client.tokens[bad]) == 3 and "no room" in client.failure[bad].message
 
