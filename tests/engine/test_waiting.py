@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who runs next: the real engine's loop, with requests that have all come before its first step."""
 
+import gc
 import re
 import threading
 import time
@@ -12,6 +13,7 @@ import pytest
 
 from engine.harness import start_core
 from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.engine import admission
 from flashinfer_backend.engine.loop import EngineLoop
 from flashinfer_backend.structured.preparation import GrammarPreparation
 from flashinfer_backend.transport import protocol
@@ -99,6 +101,24 @@ def test_order_of_first_tokens(settings, order):
         engine.submit(local_id, max_tokens, prompt_tokens)
     engine.run()
     assert list(engine.socket.tokens) == order
+
+
+def test_lists_of_requests_have_room_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest take 7 MB each, of which thousands could wait. One alone always has room."""
+    monkeypatch.setattr(admission, "MOST_LISTED", 10)
+    engine = Engine(max_num_seqs=1)
+    tokens, failures = engine.socket.tokens, engine.socket.failures
+    engine.submit(1, 2, bias_ids=[*range(11)], bias_values=[0.0] * 11)
+    engine.submit(2, 2)
+    engine.submit(3, 2, bad_words=[[5, 6]])
+    engine.run()
+    gc.collect()
+    assert [*tokens] == [1, 2] and failures.pop(3).message.startswith("Maximum queue size of 10 token ids")
+    engine.submit(4, 2, stop_sequences=[[1] * 3, [2] * 2])
+    engine.submit(5, 2, allowed_ids=[5] * 5)
+    engine.submit(6, 2, min_tokens=1, late_ids=[5])
+    engine.run()
+    assert [*tokens] == [1, 2, 4, 5] and [*failures] == [6]
 
 
 @pytest.mark.parametrize(("settings", "bound"), [({}, 4096), ({"max_queue_size": 0}, None)])

@@ -46,6 +46,7 @@ MOST_CHOICES = 128  # of one request to the OpenAI API: n times its prompts
 MOST_TOP_LOGPROBS = 20
 MOST_TRACED_STEPS = 100  # each has thousands of events, and the engine waits while they are written
 MOST_GRAMMARS_NS = 20 * 10**9  # of a core, to make the grammars of requests that wait for a slot: some 2 GB
+MOST_LISTED = 1 << 25  # ids in lists of all requests that an engine has, each of up to 90 bytes
 MOST_TASKS = 1024  # ids of adapters whose weights are kept; all of them are looked at with each new one
 MOST_KV_CONNECTIONS = 256  # to each port of KV events
 MOST_STORED = 4096  # responses that a process of the OpenAI API keeps

@@ -73,6 +73,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         return self.log_probs or self.generation_logits or self.pooled
 
     @property
+    def listed(self) -> int:
+        """How many ids its lists have."""
+        words = sum(map(len, self.stop_sequences)) + sum(map(len, self.bad_words))
+        return words + len(self.late_ids) + len(self.allowed_ids) + len(self.bias_ids)
+
+    @property
     def asks_for_logits(self) -> bool:
         """Whether a request wants logits of its prompt or of what it generates."""
         return self.context_logits or self.generation_logits

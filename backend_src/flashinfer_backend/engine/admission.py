@@ -3,10 +3,13 @@
 
 import logging
 import time
+import weakref
+from collections import deque
 
 import msgspec
 import numpy as np
 
+from flashinfer_backend.core.bounds import MOST_LISTED
 from flashinfer_backend.core.config import EngineConfig, prompt_too_long
 from flashinfer_backend.core.request import Request
 from flashinfer_backend.core.sampling_params import NO_TOKEN_LEFT, SamplingParams
@@ -28,6 +31,8 @@ class Admission:
         self._config = config
         self._vocab_size, self._longest_seq_len = spec.vocab_size, spec.longest_seq_len
         self._end_ids, self._pooling = set(spec.eos_token_ids), spec.pooling
+        self._listed = 0  # ids in the lists of the requests that are there, and of those in `_gone`
+        self._gone: deque[int] = deque()  # of each request that is there no more; any thread adds to it
 
     def request(self, message: protocol.Submit, queued: int) -> Request:
         """The request of a message, whose parameters stay as they are. queued: how many wait already, beyond
@@ -54,7 +59,7 @@ class Admission:
                 forbidden |= {end_id, *late_ids}
             if forbidden.issuperset(params.allowed_ids):
                 raise RefusedError(NO_TOKEN_LEFT)
-        return Request(
+        request = Request(
             handle=message.handle,
             prompt=prompt,
             # Without an end to hold back it would only shorten drafts.
@@ -70,12 +75,23 @@ class Admission:
             priority=message.priority,
             deadline_ns=time.monotonic_ns() + message.timeout_us * 1000 if message.timeout_us else 0,
         )
+        if listed := params.listed:
+            self._listed += listed
+            weakref.finalize(request, self._gone.append, listed).atexit = False
+        return request
 
     def _problem(self, prompt: np.ndarray, params: SamplingParams, max_new: int, queued: int) -> str | None:
         config = self._config
         if config.max_queue_size and queued >= config.max_queue_size:
             return (
                 f"{protocol.QUEUE_FULL} of {config.max_queue_size} has been reached, please try again later"
+            )
+        while self._gone:
+            self._listed -= self._gone.popleft()
+        if params.listed and self._listed and self._listed + params.listed > MOST_LISTED:
+            return (
+                f"{protocol.QUEUE_FULL} of {MOST_LISTED} token ids in the lists of all requests together"
+                " (biases, words, allowed ids) has been reached, please try again later"
             )
         if self._pooling is not None and not (params.pooled and params.max_tokens == 1):
             return f"the model is {self._pooling.what}"
