@@ -1,17 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine hears of stubs that end."""
+"""What the engine hears of stubs that end, and what a door makes of odd tokens of an engine."""
 
+import asyncio
 import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import zmq
 
+from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.sampling_params import SamplingParams
-from flashinfer_backend.transport import protocol
+from flashinfer_backend.openai.link import EngineLink, LogitsRoom, Streams
+from flashinfer_backend.serving.engines import Engines
+from flashinfer_backend.serving.generation import GenerationRequest
+from flashinfer_backend.text.delta import DeltaDecoder
+from flashinfer_backend.text.tokenizer import TextTokenizer
+from flashinfer_backend.transport import protocol, records, rundir
 from flashinfer_backend.transport.engine_socket import EngineSocket
 
 TIMEOUT_S = 120
@@ -106,3 +115,38 @@ def test_a_stub_that_comes_as_another_one_ends_is_not_taken_for_it(
         for stub in (ends, comes):
             stub.kill()
             stub.wait()
+
+
+def test_tokens_that_cannot_be_read_fail_their_request_alone(engine: EngineSocket, tmp_path: Path) -> None:
+    """One frame has them, and then the end of another request."""
+    decoder = DeltaDecoder(TextTokenizer(resolve_model_dir("bundled")).backend)
+    params = SamplingParams(max_tokens=5)
+    prompt = np.array([5, 6], np.int32)
+    asked = [GenerationRequest(prompt, params, stop_words=["zzz"]), GenerationRequest(prompt, params)]
+
+    async def chunks(streams: Streams) -> list[list[int]]:
+        return [chunk.ids async for _, chunk in streams]
+
+    async def both() -> list[Any]:
+        ticks = rundir.start_ticks(os.getpid())
+        records.write(tmp_path / records.ENGINE, records.EngineRecord(os.getpid(), ticks, ready=True))
+        link = EngineLink(Engines(tmp_path, 1), asyncio.get_running_loop(), LogitsRoom())
+        await asyncio.to_thread(heard, engine, protocol.Hello)
+        engine.send_status(protocol.Status(os.getpid(), "cpu", 2048, 64, 64, 4, 16, 100))
+        await asyncio.to_thread(link.engines.wait_ready)
+        streams = []
+        for row in asked:
+            streams.append(link.generate([(row, 1)], decoder))
+            await asyncio.to_thread(heard, engine, protocol.Submit)
+        ids = [protocol.split_handle(each.all[0].handle)[1] for each in streams]
+        codes = [protocol.RUNNING, protocol.FINISHED_LENGTH]
+        frame = protocol.pack_tokens(np.array(ids), np.array([10**9, 7]), np.array(codes))
+        engine.send_tokens(os.getpid(), frame, None)
+        answers = asyncio.gather(*map(chunks, streams), return_exceptions=True)
+        try:
+            return await asyncio.wait_for(answers, TIMEOUT_S)
+        finally:
+            link.engines.close()
+
+    error, tokens = asyncio.run(both())
+    assert isinstance(error, ValueError) and tokens == [[7]]

@@ -71,7 +71,10 @@ class EngineLink:
         self._woken = False
         while self._due:
             stream = self._due.popleft()
-            stream.streams.arrived(stream)
+            try:
+                stream.streams.arrived(stream)
+            except Exception as error:  # of this request alone: others wait for what comes behind it
+                stream.streams.fail(error)
 
     def generate(
         self, rows: list[tuple[GenerationRequest, int]], decoder: DeltaDecoder, reduce: Reduce | None = None
@@ -230,7 +233,8 @@ class Streams:
     """The sequences of one request, as an asynchronous iterator of (sequence, chunk).
 
     A stream's chunk is taken when there is somebody to send it, so what arrives for a slow client is one
-    chunk. Ends with the last sequence. Raises ApiError for a failure, ClientLeft once `leave` was called.
+    chunk. Ends with the last sequence. Raises ApiError for a failure, ClientLeft once `leave` was called, and
+    what `fail` was given.
     """
 
     def __init__(self, link: EngineLink) -> None:
@@ -239,7 +243,7 @@ class Streams:
         self._ready: deque[tuple[Stream, Chunk | None]] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._open: int | None = None
-        self._left = False
+        self._failure: Exception | None = None
 
     def arrived(self, stream: Stream) -> None:
         chunk = None
@@ -252,8 +256,12 @@ class Streams:
 
     def leave(self) -> None:
         """The client has left: the engine drops all sequences."""
-        self._left = True
         self.cancel()
+        self.fail(ClientLeft())
+
+    def fail(self, error: Exception) -> None:
+        """Ends the iterator by an error."""
+        self._failure = error
         self._wake()
 
     def cancel(self) -> None:
@@ -279,8 +287,8 @@ class Streams:
         if self._open is None:
             self._open = len(self.all)
         while self._open:
-            if self._left:
-                raise ClientLeft
+            if self._failure is not None:
+                raise self._failure
             while self._ready:
                 stream, chunk = self._ready.popleft()
                 chunk = stream.take() if chunk is None else chunk
