@@ -652,8 +652,6 @@ class OpenAiFuzz:
             wrong = next(filter(None, (judge_words(str(error.get("message"))) for error in errors)), "")
             unended = "" if ended or errors else f"no end: {text[-200:]!r}"
             return Verdict(f"{name}: stream", wrong or unended)
-        if status == 400 and not kind.startswith("application/json"):
-            return Verdict(f"{name}: not HTTP", "" if "Invalid HTTP" in text else f"{status} {text[:200]!r}")
         if status >= 400:
             try:
                 error = json.loads(text)["error"]

@@ -157,14 +157,25 @@ def test_a_request_that_does_not_arrive_is_cut(sent: bytes, status: bytes) -> No
         wait_for(lambda: not server.server.server_state.connections)
 
 
+NO_HTTP, NO_PATH = "not a request in HTTP/1.1", "the request's path cannot be read"
+
+
 @pytest.mark.parametrize(
-    "sent", [b"\x16\x03\x01\x02\x00\x01\x00", b"GET / HTTP/7.1\r\n\r\n", WHOLE[:-4] + b"A" * 9]
+    ("sent", "words"),
+    [
+        (b"\x16\x03\x01\x02\x00\x01\x00", NO_HTTP),
+        (b"GET / HTTP/7.1\r\n\r\n", NO_HTTP),
+        (WHOLE[:-4] + b"A" * 9, NO_HTTP),
+        (b"CONNECT x:80 HTTP/1.1\r\n\r\n", NO_PATH),
+        (b"GET /" + b"x" * 65535 + b" HTTP/1.1\r\n\r\n", NO_PATH),
+    ],
+    ids=range(5),
 )
-def test_what_is_not_http_is_answered_in_the_form_of_errors(sent: bytes) -> None:
+def test_what_is_not_http_is_answered_in_the_form_of_errors(sent: bytes, words: str) -> None:
     with running() as server, server.connect(sent) as sock:
         head, _, body = answer(sock).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 400 ") and server.errors == [400]
-        assert "not a request in HTTP/1.1" in json.loads(body)["error"]["message"]
+        assert words in json.loads(body)["error"]["message"]
 
 
 def test_a_byte_at_a_time_does_not_start_the_clock_again() -> None:

@@ -120,6 +120,9 @@ class Connection(asyncio.Protocol):
     def __init__(self, process: _Process, named: dict[str, Any]) -> None:
         """named: what uvicorn gives its protocol."""
         self._process, self._inner = process, process.protocol(**named)
+        self._inner.send_400_response = lambda _: self._refuse(
+            400, "the request's path cannot be read; it should begin with / and have less than 65536 bytes"
+        )
         self._open = named["server_state"].connections  # all of this process
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpRequestParser(self)
