@@ -80,13 +80,23 @@ def test_an_engine_that_ends_is_replaced(harmed: OpenAiServer) -> None:
 
 
 def test_a_process_that_ends_is_replaced(harmed: OpenAiServer) -> None:
+    """Its counters go on in its files, and what it held is held no more."""
+    ended = 'sequences_finished_total{finish_reason="length"}'
+    assert harmed.call(CHAT, {**LONG, "max_tokens": 3})[0] == 200
+    before = harmed.metric(ended)
+    (folder,) = harmed.runs.glob("flashinfer-backend-*/*-openai-metrics")
+    files = sorted(folder.iterdir())
     (first,) = harmed.workers()
-    first.kill()
     harmed.engine().suspend()  # the other process does not find it at once
+    with harmed.asked(COMPLETIONS, LOGITS):
+        wait_for(lambda: harmed.metric("prompt_logits_bytes"), "room for logits")
+        first.kill()
     wait_for(lambda: any(each.pid != first.pid for each in harmed.workers()), "another process")
     threading.Timer(2.0, harmed.engine().resume).start()
     assert harmed.call(CHAT, {**LONG, "max_tokens": 3})[0] == 200, "the connection waited for it"
     assert "another takes its place" in harmed.log
+    assert harmed.metric("prompt_logits_bytes") == 0 and harmed.metric(ended) == before + 1
+    assert sorted(folder.iterdir()) == files
 
 
 def test_running_requests_end_before_the_server_does(harmed: OpenAiServer) -> None:

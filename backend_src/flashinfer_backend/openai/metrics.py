@@ -63,14 +63,17 @@ class ModelState:
 class Metrics:
     """Metrics of one process. The processes of the API share a folder, and each can show the sum."""
 
-    def __init__(self, folder: Path, doors: Path, models: Sequence[str]) -> None:
+    def __init__(self, folder: Path, doors: Path, models: Sequence[str], number: int = 0) -> None:
         """folder: for the files of all processes; PROMETHEUS_MULTIPROC_DIR has to name it already. doors: of
-        read_door_states. models: names; of several, each is a label of the series that are a model's."""
+        read_door_states. models: names; of several, each is a label of the series that are a model's. number:
+        the process's among those that run. One that replaces it goes on with its files, so that counters
+        never fall and files do not gather."""
         self._door_states = doors
         self._label = [MODEL_NAME] if len(models) > 1 else []
         assert os.environ["PROMETHEUS_MULTIPROC_DIR"] == str(folder), "the library reads it when imported"
-        from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+        from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, values
 
+        values.ValueClass = values.MultiProcessValue(lambda: number)
         own = CollectorRegistry()
         histograms = {}
         for quantity, name in HISTOGRAMS.items():

@@ -135,7 +135,7 @@ class Supervisor:
                 if number not in self._listeners:
                     self._listen(number)
                 self._maintenance.close()
-                self._running[number] = self._start(self._listeners[number])
+                self._running[number] = self._start(number)
                 for waiting in set(self._again) & set(self._listeners):
                     if self._again[waiting] > time.monotonic():
                         self._listeners.pop(waiting).close()
@@ -190,7 +190,7 @@ class Supervisor:
         """Says so, and when another takes the place."""
         ready_at = self._ready_at.pop(process.pid, None)
         self._beat_at.pop(process.pid, None)
-        for file in Path(self._options.metrics_dir).glob(f"gauge_live*_{process.pid}.db"):
+        for file in Path(self._options.metrics_dir).glob(f"gauge_live*_{number}.db"):
             file.unlink()  # what it held it holds no more
         if self._stopping:
             return
@@ -224,8 +224,10 @@ class Supervisor:
                 here = self._address, self._port, _answer
                 self._maintenance.enter_context(maintenance_server(*here, self._listeners[waiting]))
 
-    def _start(self, listener: socket.socket) -> subprocess.Popen[bytes]:
-        options = msgspec.structs.replace(self._options, listener=listener.fileno(), notify=self._notify)
+    def _start(self, number: int) -> subprocess.Popen[bytes]:
+        listener = self._listeners[number]
+        own = {"number": number, "listener": listener.fileno(), "notify": self._notify}
+        options = msgspec.structs.replace(self._options, **own)
         process = subprocess.Popen(
             WORKER,
             stdin=subprocess.PIPE,

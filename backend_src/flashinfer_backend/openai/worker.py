@@ -47,12 +47,13 @@ RESERVED_FILES = (
 
 
 class WorkerOptions(msgspec.Struct, kw_only=True):
-    """listener, notify: inherited file descriptors, which the supervisor fills in. The second, which does not
-    block, is told lines: + and this process's pid when each model has an engine, . and its pid every BEAT_S
-    while the event loop turns. doors: of read_door_states. receive_s: of ConnectionLimits. max_connections:
-    of room_for_connections."""
+    """number: of Metrics. listener, notify: inherited file descriptors. The supervisor fills in these three.
+    notify, which does not block, is told lines: + and this process's pid when each model has an engine, . and
+    its pid every BEAT_S while the event loop turns. doors: of read_door_states. receive_s: of
+    ConnectionLimits. max_connections: of room_for_connections."""
 
     models: list[Model]
+    number: int = 0
     listener: int = -1
     notify: int = -1
     keys: list[str] = []
@@ -112,7 +113,7 @@ async def _run(options: WorkerOptions) -> int:
 
     try:
         names = [model.names[0] for model in options.models]
-        metrics = Metrics(Path(options.metrics_dir), Path(options.doors), names)
+        metrics = Metrics(Path(options.metrics_dir), Path(options.doors), names, options.number)
         models = _read_models(options, metrics)
     except (OSError, ValueError) as error:
         print(f"openai: {error}", file=sys.stderr, flush=True)
