@@ -239,6 +239,8 @@ NAN, INFINITY = float("nan"), float("inf")
          "guided_decoding_guide_type is 'yaml'; it should be one of"),
         ({"guided_decoding_guide": text([b"[a]"])}, "guided_decoding_guide_type is ''"),
         ({"guided_decoding_guide_type": text([b"regex"])}, "guided_decoding_guide is missing"),
+        ({"guided_decoding_guide_type": text([b"json"]), "guided_decoding_guide": text([b"{}"])},
+         "for a schema use the type json_schema"),
         ({"stop_words_text": text([b"\xff"])}, "stop_words_text is not UTF-8"),
     ],
 )  # fmt: skip

@@ -232,6 +232,11 @@ def _guide(reader: _Reader, limits: LlmLimits, row: int) -> tuple[str, str]:
         )
     if not guide and grammar_type != "json":
         raise ValueError(f"guided_decoding_guide is missing; guide type {grammar_type} needs one")
+    if guide and grammar_type == "json":
+        raise ValueError(
+            "guided_decoding_guide should be left out: guide type json allows any JSON; for a schema use the"
+            " type json_schema"
+        )
     return grammar_type, guide
 
 
