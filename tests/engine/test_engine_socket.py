@@ -20,8 +20,9 @@ from flashinfer_backend.serving.engines import Engines
 from flashinfer_backend.serving.generation import GenerationRequest
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
-from flashinfer_backend.transport import protocol, records, rundir
+from flashinfer_backend.transport import engine_socket, protocol, records, rundir, stub_processes
 from flashinfer_backend.transport.engine_socket import EngineSocket
+from waiting import wait_for
 
 TIMEOUT_S = 120
 
@@ -58,16 +59,33 @@ def asked(pid: int, local_id: int) -> protocol.Submit:
 
 
 def test_what_a_stub_sent_before_its_end_and_comes_after_it_is_dropped(
-    engine: EngineSocket, send: Callable[[protocol.ToEngine], None]
+    engine: EngineSocket,
+    send: Callable[[protocol.ToEngine], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    stub = subprocess.Popen(["sleep", "1000"])
-    send(protocol.Hello(stub.pid, wants_status=True))
+    """Its shared memory is removed, as tritonserver would not."""
+    monkeypatch.setattr(stub_processes, "SHARED_MEMORY", tmp_path)
+    (tmp_path / "region").touch()
+    line = ["/triton_python_backend_stub", "/llm/1/model.py", "region", "1", "1", "4194305"]
+    # `yes` takes any arguments, and stands still once the pipe is full.
+    stub = subprocess.Popen(line, executable="/usr/bin/yes", stdout=subprocess.PIPE)
+    wait_for(lambda: stub_processes.find_stub(stub.pid))
+    for _ in range(2):  # it may lose its link and make it anew
+        send(protocol.Hello(stub.pid, wants_status=True))
     send(asked(stub.pid, 1))
-    assert len(heard(engine, protocol.Submit)) == 2
+    assert len(heard(engine, protocol.Submit)) == 3
     stub.kill()
-    stub.wait()
-    assert [type(message) for message in heard(engine, protocol.Goodbye)] == [protocol.Goodbye]
+    stub.communicate()
+    assert heard(engine, protocol.Goodbye) == [protocol.Goodbye(stub.pid, said=False)]
+    assert not (tmp_path / "region").exists()
+    descriptors = len(os.listdir("/proc/self/fd"))
     engine.forget(stub.pid)
+    engine.forget(stub.pid)
+    assert len(os.listdir("/proc/self/fd")) == descriptors - 1
+    engine.send_failure(protocol.Failure(protocol.make_handle(stub.pid, 1), "late"))
+    assert f"a message for stub {stub.pid}, which is not connected, is dropped" in caplog.text
     send(asked(stub.pid, 2))
     send(protocol.Cancel(7))
     assert heard(engine, protocol.Cancel) == [protocol.Cancel(7)]
@@ -85,6 +103,42 @@ def test_a_stub_that_ends_right_after_its_hello_is_not_told_anything(
     caplog.clear()
     engine.send_status(protocol.Status(1, "cpu", 1, 1, 1, 1, 1, 1))
     assert not caplog.records, "it would be tried for ever, ten times a second"
+
+
+def test_what_is_no_message_is_dropped(
+    engine: EngineSocket, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with zmq.Context.instance().socket(zmq.DEALER) as socket:
+        socket.connect(protocol.socket_address(tmp_path))
+        socket.send(b"no message")
+        socket.send_multipart([b"one frame", b"too many"])
+        socket.send(protocol.encode(protocol.Cancel(7)))
+        assert heard(engine, protocol.Cancel) == [protocol.Cancel(7)]
+    assert "does not follow the protocol" in caplog.text and "not exactly two frames" in caplog.text
+
+
+def test_when_a_step_is_due_what_is_left_comes_with_the_next_call(
+    engine: EngineSocket, send: Callable[[protocol.ToEngine], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though some time is left for messages in each call."""
+    for n in range(200):
+        send(protocol.Cancel(n))
+    time.sleep(0.1)
+    monkeypatch.setattr(engine_socket, "LEAST_RECEIVE_S", 0.0)
+    few = [message.handle for message in engine.receive(1000, 0.0)]
+    monkeypatch.setattr(engine_socket, "LEAST_RECEIVE_S", float(TIMEOUT_S))
+    all_of_them = few + [message.handle for message in engine.receive(1000, 0.0)]
+    assert len(few) < 200 and all_of_them == list(range(200))
+    assert list(engine.receive(0, time.monotonic() + TIMEOUT_S)) == [], "it is not waited for"
+
+
+def test_the_end_of_the_parent_closes_the_engine(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "1000"]) as parent:
+        engine = EngineSocket(tmp_path, parent.pid)
+        assert list(engine.receive(0, 0.0)) == [] and not engine.closed
+        parent.kill()
+    assert list(engine.receive(1000 * TIMEOUT_S, 0.0)) == [] and engine.closed
+    engine.close()
 
 
 def test_a_stub_that_comes_as_another_one_ends_is_not_taken_for_it(

@@ -22,7 +22,7 @@ import pytest
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.serving.engines import Engines
-from flashinfer_backend.transport import endpoint, protocol, records, rundir
+from flashinfer_backend.transport import protocol, records, rundir
 from flashinfer_backend.transport.endpoint import LINK_LOST, EngineDown
 from flashinfer_backend.transport.keeper_handle import EngineStartError, KeeperHandle
 from flashinfer_backend.transport.records import EngineRecord
@@ -146,12 +146,12 @@ def test_prompts_count_until_their_first_token_or_their_end(shared: Shared) -> N
     greedy = SamplingParams(max_tokens=300, temperature=0.0)
     answers = [Answer() for _ in range(40)]
     for answer in answers:
-        link.submit(answer, PROMPT, greedy, to_compute=7)
+        link.submit(answer, PROMPT, greedy, 0, 0, 0, to_compute=7)
         assert link.tokens_to_compute % 7 == 0
         if answer.handle % 2:
             link.cancel(answer.handle)
     refused = Answer()
-    link.submit(refused, b"", greedy, to_compute=1000)
+    link.submit(refused, b"", greedy, 0, 0, 0, to_compute=1000)
     assert all(answer.started.wait(TIMEOUT_S) for answer in answers) and refused.ended.wait(TIMEOUT_S)
     wait_for(lambda: not link.tokens_to_compute)
     for answer in answers:
@@ -161,17 +161,6 @@ def test_prompts_count_until_their_first_token_or_their_end(shared: Shared) -> N
     assert link.tokens_to_compute == 0
     ended = time.time_ns()
     wait_for(lambda: shared.status.timestamp_ns > ended)
-
-
-def test_numbers_of_sequences_begin_anew(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before they no longer fit their half of a handle."""
-    numbers = []
-    for _ in range(3):
-        answer = submit(shared.link, 1)
-        assert answer.ended.wait(TIMEOUT_S) and answer.code == protocol.FINISHED_LENGTH
-        numbers.append(answer.handle & 0xFFFFFFFF)
-        monkeypatch.setattr(endpoint, "LARGEST_ID", numbers[0] + 1)
-    assert numbers[1:] == [numbers[0] + 1, 1]
 
 
 def test_cancel_ends_a_sequence(shared: Shared) -> None:

@@ -77,7 +77,7 @@ class Endpoint:
         self._profiled: dict[int, Future[protocol.Profiled]] = {}  # answers to come, by local id
         self._count, self._last_id = count, index
         self._outbox: deque[bytes] = deque()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake = os.eventfd(0)
         self._closing = False
         self._refusal = ""  # why nothing more is submitted, once serve has said so
         self._was_ready = False
@@ -114,9 +114,9 @@ class Endpoint:
         sink: Sink,
         prompt: bytes,
         params: SamplingParams,
-        share_prompt_with: int = 0,
-        priority: int = 0,
-        timeout_us: int = 0,
+        share_prompt_with: int,
+        priority: int,
+        timeout_us: int,
         to_compute: int = 0,
     ) -> int:
         """Hands a sequence to the engine and returns its handle. Raises EngineDown.
@@ -132,9 +132,7 @@ class Endpoint:
                 self._prompts[local_id] = to_compute
                 self._to_compute += to_compute
             shared = handle if share_prompt_with == LEADS else share_prompt_with
-            message = protocol.Submit(handle, prompt, params, shared, priority, timeout_us)
-            self._outbox.append(protocol.encode(message))
-            os.eventfd_write(self._wake, 1)
+            self._send(protocol.Submit(handle, prompt, params, shared, priority, timeout_us))
         self._on_load()
         return handle
 
@@ -146,9 +144,7 @@ class Endpoint:
         with self._lock:
             local_id = self._next_id()
             self._profiled[local_id] = future
-            message = protocol.Profile(protocol.make_handle(self._pid, local_id), steps)
-            self._outbox.append(protocol.encode(message))
-            os.eventfd_write(self._wake, 1)
+            self._send(protocol.Profile(protocol.make_handle(self._pid, local_id), steps))
         return future
 
     def _next_id(self) -> int:
@@ -170,10 +166,13 @@ class Endpoint:
 
     def _tell(self, message: protocol.Cancel | protocol.Freed) -> None:
         with self._lock:
-            if self._closing:
-                return  # the link's end is the end of its sequences, and the descriptor may be closed
-            self._outbox.append(protocol.encode(message))
-            os.eventfd_write(self._wake, 1)
+            if not self._closing:  # the link's end is that of its sequences, and the descriptor may be closed
+                self._send(message)
+
+    def _send(self, message: protocol.ToEngine) -> None:
+        """With the lock."""
+        self._outbox.append(protocol.encode(message))
+        os.eventfd_write(self._wake, 1)
 
     def refuse(self, message: str) -> None:
         """From now on nothing is submitted, and what is open fails, with this message."""
