@@ -21,7 +21,6 @@ from flashinfer_backend.cache.pool import BlockPool
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.engine.loop import EngineLoop
-from flashinfer_backend.scheduler.invariants import BrokenInvariantError
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
 from flashinfer_backend.scheduler.scheduler import Scheduler
 from flashinfer_backend.transport import protocol
@@ -138,79 +137,11 @@ def test_answers_in_walks_of_real_models_are_those_of_requests_alone(kind: str) 
     assert bool(counts["restored states"]) == kind.startswith(("qwen3.5", "qwen3-next"))
 
 
-def _twice(engine: Engine) -> None:
-    pool = engine.loop.scheduler.kv_manager.pools[0]
-    pool._free.append(next(iter(engine.loop.scheduler.running.values())).held[0].blocks[0])
-
-
-def _shared(engine: Engine) -> None:
-    first, second = list(engine.loop.scheduler.running.values())[:2]
-    first.held[0].blocks[0] = second.held[0].blocks[0]
-
-
-def _lost(engine: Engine) -> None:
-    engine.loop.scheduler.kv_manager.pools[0]._free.pop()
-
-
-def _renamed(engine: Engine) -> None:
-    pool = engine.loop.scheduler.kv_manager.pools[0]
-    first, second = list(engine.loop.scheduler.running.values())[:2]
-    blocks = first.held[0].blocks[0], second.held[0].blocks[0]
-    keys = [pool._key_of[block] for block in blocks]
-    for block, key in zip(blocks, reversed(keys), strict=True):
-        pool._key_of[block], pool._block_of[key] = key, block
-
-
-def _forgotten(engine: Engine) -> None:
-    del engine.loop.scheduler.running[next(iter(engine.loop.scheduler.running))]
-
-
-def _skipped(engine: Engine) -> None:
-    engine.loop.scheduler.table.computed[int(engine.loop.scheduler.decoding[0])] += 1
-
-
-def _stalled(engine: Engine) -> None:
-    engine.loop.scheduler.decoding = engine.loop.scheduler.decoding[1:]
-
-
-def _misnamed(engine: Engine) -> None:
-    next(iter(engine.loop.scheduler.running.values())).block_keys.append(b"")
-
-
-def _miscounted(engine: Engine) -> None:
-    engine.loop.scheduler.queue.known_tokens += 1
-
-
-@pytest.mark.parametrize(
-    ("corrupt", "sentence"),
-    [
-        (_twice, r"block \d+ is free 1 times, cached 0 times and held by 1 sequences"),
-        (_shared, r"request \d+ has blocks \[.*\], but the device is told|counts 1 holders, and 2 sequences"),
-        (_lost, r"block \d+ is free 0 times, cached 0 times and held by 0 sequences"),
-        (_renamed, r"block \d+ has not the key of what request \d+ has in it"),
-        (_forgotten, r"open are the requests|which no sequence has"),
-        (_skipped, r"a row starts at \d+, \d+ are computed"),
-        (_miscounted, r"the queue counts \(0, 1\) tokens, and those that wait have \(0, 0\)"),
-        (_misnamed, r"request \d+ has keys of other tokens than its own"),
-        (_stalled, r"slots \[.*\] are decoded, and \[.*\] should be"),
-    ],
-)
-def test_a_real_engine_finds_a_corruption_at_the_next_step(corrupt: Any, sentence: str) -> None:
-    engine = Engine(check_invariants=True)
-    for local_id in (1, 2, 3):
-        engine.submit(local_id, 60, prompt_tokens=40)
-    for _ in range(4):
-        engine.step()
-    corrupt(engine)
-    with pytest.raises(BrokenInvariantError, match=sentence):
-        engine.step()
-
-
 def test_without_the_knob_nothing_is_checked() -> None:
     engine = Engine()
     engine.submit(1, 4)
     engine.step()
-    _lost(engine)
+    engine.loop.scheduler.kv_manager.pools[0]._free.pop()
     assert engine.loop.step()
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What shares a step."""
 
-import dataclasses
 from typing import Any
 
 import msgspec
@@ -16,7 +15,6 @@ from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.core.step import StepPlan
 from flashinfer_backend.engine.outputs import accept
 from flashinfer_backend.scheduler import budget
-from flashinfer_backend.scheduler.invariants import BrokenInvariantError, InvariantChecker
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
 from flashinfer_backend.scheduler.scheduler import Scheduler
 from flashinfer_backend.transport.protocol import FINISHED_STOP_WORDS, RUNNING
@@ -390,53 +388,6 @@ def test_a_step_that_was_not_launched_is_undone():
     assert plan is not None
     assert (plan.starts[0], plan.lengths[0]) == (32, 11), "two blocks of its prompt are cached"
     assert plan.tokens[:11].tolist() == [0] * 8 + [5] * 3
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        (lambda plan: {"tokens": plan.tokens[:-1]}, "given rows and tokens differ in number"),
-        (lambda plan: {"tokens": plan.tokens + 1}, "a row has other tokens than its own"),
-        (lambda plan: {"epochs": plan.epochs[:-1]}, "epochs are not those of its samples"),
-        (lambda plan: {"epochs": plan.epochs + 1}, "names epochs that are over"),
-        (lambda plan: {"feeds": plan.feeds[::-1]}, "differ in number"),
-        (lambda plan: {"lengths": np.array([70, 1]), "tokens": plan.tokens[:1]}, "a longer row comes"),
-        (lambda plan: {"lengths": plan.lengths * 0, "tokens": plan.tokens[:0]}, "a row without tokens"),
-        (lambda plan: {"slots": plan.slots * 0}, "a slot has two rows in one plan"),
-        (lambda plan: {"slots": plan.slots[::-1]}, "names epochs that are over|not booked as computed"),
-        (lambda plan: {"starts": plan.starts + 1}, "is not booked as computed"),
-        (lambda plan: {"wants": plan.wants * 0, "epochs": plan.epochs[:0]}, "does not sample"),
-        (lambda plan: {"freed": [8]}, "request 8 is open, and told to be gone"),
-        (lambda plan: {"block_updates": plan.block_updates * [1, 1, 1, 0]}, "block table, or block 0"),
-        (lambda plan: {"block_updates": plan.block_updates - [0, 0, 1, 0]}, "outside of the block table"),
-        (lambda plan: {"block_updates": plan.block_updates[:-1]}, "but the device is told"),
-    ],
-)
-def test_a_plan_that_contradicts_the_scheduler_is_found(changes: Any, sentence: str):
-    """Of a row that decodes and a prompt."""
-    result = scheduler(40)
-    checker = InvariantChecker(result)
-    first = result.schedule(in_flight=False)
-    assert first is not None
-    checker.check_plan(first)
-    accept(result.table, first, np.array([5], np.int32))
-    checker.check(0)
-    result.submit(of_length(70, 8))
-    plan = result.schedule(in_flight=False)
-    assert plan is not None and plan.lengths.tolist() == [1, 70]
-    with pytest.raises(BrokenInvariantError, match=sentence):
-        checker.check_plan(dataclasses.replace(plan, **changes(plan)))
-
-
-def test_a_sequence_that_has_all_its_tokens_and_goes_on_is_found():
-    result = scheduler()
-    result.submit(of_length(40, 1, max_new=1))
-    checker, plan = InvariantChecker(result), result.schedule(in_flight=False)
-    assert plan is not None
-    checker.check_plan(plan)
-    accept(result.table, plan, np.array([5], np.int32))
-    with pytest.raises(BrokenInvariantError, match="request 1 has 1 of 1 tokens, and was not ended"):
-        checker.check(0)
 
 
 def test_what_a_sequence_that_has_ended_should_have_written_in_a_step_that_was_not_launched_is_forgotten():
