@@ -71,6 +71,8 @@ def test_keys_stand_for_all_tokens_up_to_the_block() -> None:
     assert len(keys) == 10 and len(set(keys.tolist())) == 10
     assert np.array_equal(keys, other.keys(tokens))  # as another process would have them
     assert np.array_equal(one.keys(tokens[: 4 * BLOCK]), keys[:4])
+    for token in (0, 1, 2047):
+        assert len(set(one.keys(np.full(10 * BLOCK, token, np.int32)).tolist())) == 10
     for at in (0, 3 * BLOCK, 5 * BLOCK - 1):
         changed = tokens.copy()
         changed[at] ^= 1

@@ -2,7 +2,7 @@
 """Which prompts each engine of a model has had, in memory shared by all processes that send it some.
 
 `<run dir>/prefixes`: int64 [engines, 2, ENTRIES]. A block of a prompt has a key, a hash of all tokens up to
-its end. Its entry is `key % ENTRIES`; there the two rows hold the key, mixed with the engine's pid, and how
+its end. Its entry is that of `_entries`; there the two rows hold the key, xor the engine's pid, and how
 many tokens the engine had written by then. There is no lock: an entry that two write at once is wrong, and
 then a request goes to another engine than the best.
 """
@@ -38,14 +38,7 @@ class PromptHasher:
         sums = np.cumsum(tokens * self._weights[: len(tokens)], dtype=np.uint64)
         if adapter:
             sums += np.uint64(int.from_bytes(blake2b(adapter.encode(), digest_size=8).digest(), "big"))
-        return _mixed(sums[self.block_size - 1 :: self.block_size])
-
-
-def _mixed(values: np.ndarray) -> np.ndarray:
-    """A permutation of uint64 of which all bits depend on all (splitmix64's last steps)."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+        return sums[self.block_size - 1 :: self.block_size]
 
 
 def written_tokens(status: Status) -> int:
@@ -66,7 +59,7 @@ class PrefixTable:
         The last block that it had decides: who had that one had those before it. One counts as evicted when
         the engine has since written as many tokens as its cache holds. status: the engine's latest report.
         """
-        entries = (keys % np.uint64(ENTRIES)).astype(np.int64)
+        entries = _entries(keys)
         held, written = self._table[engine]
         age = written_tokens(status) - written[entries].astype(np.int64)
         known = (held[entries] == _salted(keys, status)) & (age < status.blocks_total * status.block_size)
@@ -75,12 +68,17 @@ class PrefixTable:
 
     def add(self, engine: int, keys: np.ndarray, status: Status) -> None:
         """A prompt with these keys has been sent to the engine."""
-        entries = (keys % np.uint64(ENTRIES)).astype(np.int64)
+        entries = _entries(keys)
         held, written = self._table[engine]
         written[entries] = written_tokens(status)
         held[entries] = _salted(keys, status)
 
 
+def _entries(keys: np.ndarray) -> np.ndarray:
+    """Places of keys in the table, by their upper half: its bits depend on all tokens' (multiply-shift)."""
+    return ((keys >> np.uint64(32)) % np.uint64(ENTRIES)).astype(np.int64)
+
+
 def _salted(keys: np.ndarray, status: Status) -> np.ndarray:
     """Keys as they are stored: the next engine in a dead one's place has other ones, and no old entry."""
-    return keys ^ _mixed(np.array([status.pid], np.uint64))
+    return keys ^ np.uint64(status.pid)
