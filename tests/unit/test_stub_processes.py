@@ -126,6 +126,14 @@ def test_the_files_of_processes_that_are_gone_or_killed_are_removed(
     stub_processes.end_orphans(SERVER, grace_s=0)
     assert not folders[0].exists()
     assert [path.name for path in folders[1].iterdir()] == [f"beat-{other.pid}"]
+    run, left = tmp_path / "run", ("stubs/{}.sock", "marks-{}", "load-1-{}")
+    (run / "stubs").mkdir(parents=True)
+    for name in left:
+        (run / name.format(SERVER)).touch()
+        (run / name.format(other.pid)).touch()
+    rundir.forget_stubs(run)
+    found = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
+    assert found == {name.format(other.pid) for name in left}
 
 
 def test_serve_removes_what_a_stub_left_that_ended_before_the_server(
