@@ -630,7 +630,6 @@ class Scheduler:
         if request in self.prefilling:
             self.prefilling.remove(request)
         self.decoding = self.decoding[self.decoding != slot]
-        valid = 0
         if self.kv_manager.reuse:
             # Only positions whose token is known: a step in flight may write beyond them.
             valid = int(min(table.computed[slot], table.known[slot]))
@@ -640,8 +639,8 @@ class Scheduler:
             self._register(request, valid // self.config.tokens_per_block)
         if (pool := self.kv_manager.snapshots) is not None:
             if request.snapshot:
-                if request.snapshot_tokens <= valid:
-                    blocks = request.snapshot_tokens // self.config.tokens_per_block
+                blocks = request.snapshot_tokens // self.config.tokens_per_block
+                if blocks <= len(request.block_keys):  # else a step in flight writes it
                     pool.register(request.snapshot, request.block_keys[blocks - 1])
                     self._named.append((pool, request.snapshot))
                 pool.release([request.snapshot])
