@@ -45,13 +45,20 @@ TESTS = {
     "scheduler/draft_pace": "unit/test_draft_pace.py",
     "scheduler/request_queue": "unit/test_request_queue.py engine/test_waiting.py",
     "scheduler/invariants": (
-        f"unit/test_scheduler.py {WALK}test_a_real_engine_finds_a_corruption_at_the_next_step"
-        f" {WALK}test_a_broken_manager_is_found {WALK}test_ten_thousand_random_steps"
+        f"unit/test_invariants.py {WALK}test_a_broken_manager_is_found {WALK}test_ten_thousand_random_steps"
+    ),
+    "scheduler/kv_cache_manager": (
+        "unit/test_cache_groups.py unit/test_scheduler.py engine/test_kv_events.py engine/test_states.py "
+        f"{WALK}test_a_broken_manager_is_found {WALK}test_ten_thousand_random_steps"
+    ),
+    "scheduler/slot_table": (
+        f"unit/test_scheduler.py engine/test_generate.py {WALK}test_ten_thousand_random_steps"
     ),
     "scheduler/scheduler": (
         "unit/test_scheduler.py unit/test_request_queue.py unit/test_cache_groups.py "
-        "engine/test_logits_room.py engine/test_waiting.py engine/test_ngram.py "
-        f"{WALK}test_ten_thousand_random_steps"
+        f"{WALK}test_ten_thousand_random_steps engine/test_failing_steps.py engine/test_logits_room.py "
+        "engine/test_waiting.py engine/test_generate.py engine/test_ngram.py engine/test_states.py "
+        "engine/test_drafts.py"
     ),
     "sampling": (
         "unit/test_sampling.py unit/test_sampling_params.py engine/test_logits_room.py "
@@ -61,19 +68,26 @@ TESTS = {
     "text": "unit/test_named_tokens.py unit/test_stop_words.py unit/test_answer_texts.py unit/test_delta.py",
     "text/tokenizer": "unit/test_named_tokens.py unit/test_preprocessing.py",
     "text/chunk": "unit/test_postprocessing.py unit/test_responder.py",
-    "transport": (
-        "unit/test_accepting.py unit/test_keeper.py engine/test_engine_socket.py engine/test_link.py"
-    ),
+    "transport": "unit/test_keeper.py unit/test_endpoint.py engine/test_link.py",
     "transport/addresses": "unit/test_serve.py unit/test_router.py",
+    "transport/delivery_marks": "unit/test_client_watch.py",
+    "transport/door_states": "unit/test_watchdog.py",
+    "transport/endpoint": "unit/test_endpoint.py engine/test_link.py",
+    "transport/engine_socket": (
+        "unit/test_endpoint.py engine/test_engine_socket.py engine/test_loop.py engine/test_link.py"
+    ),
     "transport/gpus": "unit/test_router.py",
     "transport/loads": "unit/test_router.py",
-    "transport/stub_processes": "unit/test_stub_processes.py unit/test_other_users.py unit/test_watchdog.py",
-    "transport/peers": "unit/test_keeper.py",
-    "transport/protocol": "unit/test_responder.py unit/test_accepting.py engine/test_engine_socket.py",
-    "transport/prefixes": "unit/test_router.py",
-    "transport/rundir": "unit/test_keeper.py unit/test_stub_processes.py unit/test_other_users.py",
-    "transport/delivery_marks": "unit/test_client_watch.py",
     "transport/maintenance_server": "unit/test_probe.py",
+    "transport/peers": "unit/test_keeper.py",
+    "transport/prefixes": "unit/test_router.py",
+    "transport/protocol": "unit/test_endpoint.py unit/test_responder.py engine/test_engine_socket.py",
+    "transport/records": "unit/test_keeper.py unit/test_watchdog.py engine/test_link.py",
+    "transport/restarts": "unit/test_keeper.py unit/test_watchdog.py unit/test_openai_supervisor.py",
+    "transport/rundir": (
+        "unit/test_keeper.py unit/test_stub_processes.py unit/test_other_users.py unit/test_router.py"
+    ),
+    "transport/stub_processes": "unit/test_stub_processes.py unit/test_other_users.py unit/test_watchdog.py",
     "structured": (
         "unit/test_json_schema.py unit/test_grammars.py unit/test_strict_calls.py "
         "engine/test_preparations.py engine/test_guided.py"
