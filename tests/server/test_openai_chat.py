@@ -165,11 +165,17 @@ def test_an_answer_that_is_begun_goes_on(client: openai.OpenAI) -> None:
     assert (half + rest).startswith(whole[: len(half) + 3])
 
 
-def test_reasoning_is_split_off(client: openai.OpenAI) -> None:
+def test_reasoning_is_split_off_and_counted(client: openai.OpenAI, door: OpenAiServer) -> None:
     think = {"chat_template_kwargs": {"think_first": True}}
-    message = ask(client, extra_body=think).choices[0].message
+    answer = ask(client, extra_body=think)
+    message = answer.choices[0].message
     assert message.content is None and message.reasoning_content
-    chunks = streamed(client, extra_body=think)
+    told = {"prompt": message.reasoning_content, "add_special_tokens": False}
+    details = answer.usage.completion_tokens_details
+    assert details.reasoning_tokens == len(door.call("/tokenize", told)[2]["tokens"]) > 1
+    assert ask(client).usage.completion_tokens_details.reasoning_tokens == 0
+    *chunks, last = streamed(client, extra_body=think, stream_options={"include_usage": True})
+    assert last.usage.completion_tokens_details == details
     parts = [getattr(chunk.choices[0].delta, "reasoning_content", None) or "" for chunk in chunks]
     assert "".join(parts) == message.reasoning_content
     assert not any(chunk.choices[0].delta.content for chunk in chunks)

@@ -102,6 +102,7 @@ class Usage:
         self._streams = streams
         self._cached: dict[int, int] = {}  # tokens, by id() of the prompt
         self._drafts: dict[int, tuple[int, int]] = {}  # accepted and rejected ones, by id() of the sequence
+        self._reasoning: dict[int, int] = {}  # tokens, by id() of a sequence that has ended
 
     def note(self, stream: Stream, chunk: Chunk) -> None:
         """Takes in what a chunk says of its prompt's blocks, and the last one of its sequence's drafts."""
@@ -114,6 +115,10 @@ class Usage:
                 if drafted:
                     self._drafts[id(stream)] = accepted, drafted - accepted
 
+    def reasoned(self, stream: Stream, tokens: int) -> None:
+        """Takes in how many tokens of reasoning a sequence had."""
+        self._reasoning[id(stream)] = tokens
+
     def body(self) -> dict[str, Any]:
         """So far. A prompt counts once, however many sequences it has."""
         prompts = {id(stream.row): len(stream.row.prompt) for stream in self._streams.all}
@@ -124,10 +129,12 @@ class Usage:
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
         }
+        details = {"reasoning_tokens": sum(self._reasoning.values())} if self._reasoning else {}
         if self._drafts:
             accepted, rejected = map(sum, zip(*self._drafts.values(), strict=True))
-            names = "accepted_prediction_tokens", "rejected_prediction_tokens"
-            usage["completion_tokens_details"] = dict(zip(names, (accepted, rejected), strict=True))
+            details |= {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+        if details:
+            usage["completion_tokens_details"] = details
         return usage
 
 

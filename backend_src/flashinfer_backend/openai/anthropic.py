@@ -275,7 +275,6 @@ class _Reply(Items):
         super().__init__(turn)
         self._request, self._model = request, model
         self.id = f"msg_{secrets.token_hex(12)}"
-        self._thought: list[str] = []
         self._hidden = request.thinking is not None and request.thinking.type == "disabled"
         self._omitted = request.thinking is not None and request.thinking.display == "omitted"
 
@@ -303,8 +302,8 @@ class _Reply(Items):
             "output_tokens": usage["completion_tokens"],
         }
         if whole:
-            thought = self._turn.served.tokenizer.encode_batch(self._thought, False)
-            tokens["output_tokens_details"] = {"thinking_tokens": sum(map(len, thought))}
+            thought = usage["completion_tokens_details"]["reasoning_tokens"]
+            tokens["output_tokens_details"] = {"thinking_tokens": thought}
         return tokens
 
     async def body(self) -> dict[str, Any]:
@@ -352,10 +351,8 @@ class _Reply(Items):
         return {CONTENT: "text", REASONING: "thinking"}.get(each.kind, "tool_use")
 
     def _take(self, each: Event) -> list[Change]:
-        if each.kind == REASONING:
-            self._thought.append(each.text)
-            if self._hidden:
-                return []
+        if each.kind == REASONING and self._hidden:
+            return []
         return super()._take(each)
 
     def _begin(self, kind: str, each: Event) -> list[Change]:

@@ -230,6 +230,7 @@ class Answer:
         self.stopped_in_call = False  # a stop word ended it, and the last call's arguments are not whole
         self._cut = False  # it ended with the first call
         self._arguments: ValueScanner | None = None  # of the latest call
+        self._reasoning: list[str] = []
 
     def take(self, chunk: Chunk) -> list[Event]:
         """What a chunk says; sets `finish` with the last one. Ids behind the end of the answer are taken off
@@ -252,7 +253,13 @@ class Answer:
             self._cut = False  # the text had ended without it
         if chunk.last:
             self.finish = self._finish(chunk.code)
-        return merged(events)
+        events = merged(events)
+        self._reasoning += [each.text for each in events if each.kind == REASONING]
+        return events
+
+    async def reasoning_tokens(self) -> int:
+        """Number of tokens of the reasoning so far, encoded again."""
+        return await self._turn.served.count("".join(self._reasoning))
 
     def _finish(self, code: int) -> str:
         reason = finish_reason(code)
@@ -388,13 +395,20 @@ class _Reply(Choices):
             return []
         return chat_log_probs(chunk, self._turn.served.chat_tokens, self._request.top_logprobs or 0)
 
+    async def _take(self, stream: Stream, chunk: Chunk) -> list[Event]:
+        self._usage.note(stream, chunk)
+        answer = self._answers[stream.index]
+        events = answer.take(chunk)
+        if answer.finish is not None and self._turn.served.reasoning_format != "none":
+            self._usage.reasoned(stream, await answer.reasoning_tokens())
+        return events
+
     async def body(self) -> dict[str, Any]:
         events: list[list[Event]] = [[] for _ in self._answers]
         probs: list[list[Raw]] = [[] for _ in self._answers]
         ids: list[list[int]] = [[] for _ in self._answers]
         async for stream, chunk in self._turn.streams:
-            self._usage.note(stream, chunk)
-            events[stream.index] += self._answers[stream.index].take(chunk)
+            events[stream.index] += await self._take(stream, chunk)
             probs[stream.index] += self._log_probs(chunk)
             ids[stream.index] += chunk.ids
         choices: list[dict[str, Any]] = [
@@ -446,8 +460,7 @@ class _Reply(Choices):
         async for stream, chunk in self._turn.streams:
             index = stream.index
             answer = self._answers[index]
-            self._usage.note(stream, chunk)
-            events = answer.take(chunk)
+            events = await self._take(stream, chunk)
             if request.return_token_ids:
                 ids.setdefault(index, []).extend(chunk.ids)
             if request.logprobs:

@@ -45,7 +45,10 @@ class Items:
         answer = Answer(self._turn, self._stream)
         async for _, chunk in self._turn.streams:
             self._usage.note(self._stream, chunk)
-            yield [change for each in answer.take(chunk) for change in self._take(each)], answer, chunk
+            changes = [change for each in answer.take(chunk) for change in self._take(each)]
+            if answer.finish is not None:
+                self._usage.reasoned(self._stream, await answer.reasoning_tokens())
+            yield changes, answer, chunk
 
     def _take(self, each: Event) -> list[Change]:
         kind, changes = self._kind(each), list[Change]()

@@ -475,19 +475,15 @@ class _Reply(Items):
         }
         if finish is not None:
             usage = self._usage.body()
+            details = usage["completion_tokens_details"]
             body["usage"] = {
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
                 "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens()},
+                "output_tokens_details": {"reasoning_tokens": details["reasoning_tokens"]},
                 "total_tokens": usage["total_tokens"],
             }
         return body
-
-    def _reasoning_tokens(self) -> int:
-        """Number of tokens of the reasoning's text, encoded again."""
-        texts = [item["content"][0]["text"] for item in self._items if item["type"] == "reasoning"]
-        return sum(map(len, self._turn.served.tokenizer.encode_batch(texts, False)))
 
     async def body(self) -> dict[str, Any]:
         async for _ in self._changes():

@@ -173,9 +173,17 @@ class ServedModel:
                 f"has {size} characters in {len(texts)} texts; it should have at most"
                 f" {ALL_PROMPTS * most} in a request. Send fewer texts in one",
             )
+        return await self._encoded(texts, add_special_tokens)
+
+    async def _encoded(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         if sum(map(len, texts)) < LONG_TEXT:
             return self.tokenizer.encode_batch(texts, add_special_tokens)
         return await asyncio.to_thread(self.tokenizer.encode_batch, texts, add_special_tokens)
+
+    async def count(self, text: str) -> int:
+        """Number of tokens of a part of an answer."""
+        (ids,) = await self._encoded([text], False)
+        return len(ids)
 
     def special_stops(self, words: Sequence[str]) -> list[list[int]]:
         """The ids of those stop words that hold special tokens, which are left out of the text."""
