@@ -151,13 +151,16 @@ def troubles(runs: Sequence[Measured]) -> list[str]:
 TROUBLES = "Requests that failed or waited"
 
 
-def origins(runs: Iterable[Measured]) -> list[tuple[str, str, str, str]]:
-    """(server's label, its version and model, machine, command with the date of its first run), each once."""
-    first: dict[tuple[str, str, str, str], str] = {}
+def origins(runs: Iterable[Measured]) -> list[tuple[str, str, str]]:
+    """(server's label, what that does not say of server and machine, command with the date of its first run),
+    each once."""
+    first: dict[tuple[str, str, str], str] = {}
     for run in runs:
-        model = f", model {run.model}" if run.model else ""
-        first.setdefault((run.label, run.server + model, run.machine, run.command), run.started)
-    return [(a, b, c, f"{date[:10]}: {d}") for (a, b, c, d), date in first.items()]
+        told = [run.server] if run.server not in run.label else []
+        told += [f"model {run.model}"] if run.model else []
+        what = ". ".join([", ".join(told), run.machine] if told else [run.machine])
+        first.setdefault((run.label, what, run.command), run.started)
+    return [(label, what, f"{date[:10]}: {command}") for (label, what, command), date in first.items()]
 
 
 EXPLAINED = (
@@ -191,8 +194,8 @@ def sections(runs: Sequence[Measured]) -> list[str]:
     if power_rows:
         lines += ["", "## Power and clocks", *markdown_table(power_head, power_rows, "")]
     lines += ["", "## Measured with", ""]
-    for label, server, machine, command in origins(runs):
-        lines += [f"* **{label}**: {server}. {machine}.", f"  `{command}`"]
+    for label, what, command in origins(runs):
+        lines += [f"* **{label}**: {what}.", f"  `{command}`"]
     return lines
 
 
@@ -260,9 +263,9 @@ def page(runs: Sequence[Measured], title: str) -> str:
     if power_rows:
         parts += ["<h2>Power and clocks</h2>", _html_table(power_head, power_rows)]
     parts.append("<h2>Measured with</h2>\n<ul>")
-    for label, server, machine, command in origins(runs):
-        what = f"<strong>{text(label)}</strong>: {text(server)}. {text(machine)}."
-        parts.append(f"<li>{what}<br><code>{text(command)}</code></li>")
+    for label, what, command in origins(runs):
+        said = f"<strong>{text(label)}</strong>: {text(what)}."
+        parts.append(f"<li>{said}<br><code>{text(command)}</code></li>")
     parts.append("</ul>")
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{text(title)}</title>\n'

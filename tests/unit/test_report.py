@@ -63,8 +63,16 @@ def test_times_rates_model_and_limits_are_shown(tmp_path):
     assert shown["TTFT ms"] == "400 / 300 / 760 / 976"
     assert shown["end to end ms"] == "900 / 800 / 1,260 / 1,476"
     for text in (report.markdown([run], "t"), html.unescape(report.page([run], "t"))):
-        assert shown["end to end ms"] in text and "triton, model llama" in text
+        assert shown["end to end ms"] in text and "triton, model llama. no GPU" in text
         assert "good: the share of requests that have ttft <= 350 ms, tpot <= 80 ms." in text
+
+
+def test_a_servers_name_that_is_its_label_is_there_once(tmp_path):
+    (run,) = written(tmp_path / "r.json", (2.0, None, [answer(0.1)]))
+    run = replace(run, label="openai-chat, vllm 1", server="vllm 1")
+    for model, words in (("", "no GPU"), ("llama", "model llama. no GPU")):
+        text = report.markdown([replace(run, model=model)], "t")
+        assert f"* **openai-chat, vllm 1**: {words}, 2 cores" in text
 
 
 # How colours look without one kind of cone, in linear RGB: Machado, Oliveira and Fernandes 2009, severity 1.
