@@ -2,6 +2,8 @@
 """Log probabilities of many prompts: the logits that they need have a bound, LOGITS_MIB."""
 
 import contextlib
+import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,6 +57,25 @@ def test_many_prompts_get_the_answers_of_one_at_a_time_within_the_bound(door: Op
     for choice in others:
         alike(choice, first)
     assert door.metric("prompt_logits_peak_bytes") == tokens * BYTES  # alone, and once for all three
+
+
+@pytest.mark.parametrize("more", [{"echo": True, "logprobs": 20}, {"prompt_logprobs": 20}], ids=str)
+def test_what_all_answers_repeat_of_their_prompt_is_held_once(
+    door: OpenAiServer, more: dict[str, Any]
+) -> None:
+    """Together they are 50 and 90 MB, which a client could leave unread."""
+    (worker,) = door.workers()
+    body = {"prompt": prompt(1, 500), "max_tokens": 1, "n": 128, **more}
+    before = worker.memory_info().rss
+    with door.opened("/v1/completions", body) as answer:
+        time.sleep(1.0)
+        grown = worker.memory_info().rss - before
+        first, *others = json.loads(answer.read())["choices"]
+    assert grown < 24 << 20
+    told = "logprobs" if "echo" in more else "prompt_logprobs"
+    assert [other["index"] for other in others] == list(range(1, 128)) and len(str(first[told])) > 100_000
+    if "echo" not in more:
+        assert all(other[told] == first[told] for other in others)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ import asyncio
 import base64
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -26,6 +26,7 @@ from flashinfer_backend.transport import protocol
 
 encode = msgspec.json.encode
 DONE = b"data: [DONE]\n\n"
+MOST_AT_ONCE = 1 << 20  # bytes of an answer that wait for its client
 JSON = [(b"content-type", b"application/json")]
 EVENTS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -152,7 +153,7 @@ class Choices:
         self._tells_usage = options is not None and options.include_usage
         self._always = options is not None and options.continuous_usage_stats
 
-    def _whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _whole(self, choices: Iterable[dict[str, Any]]) -> dict[str, Any]:
         return {**self._head, "choices": choices, "usage": self._usage.body()}
 
     def _event(self, choice: dict[str, Any], **more: Any) -> bytes:
@@ -197,7 +198,7 @@ class GenerationResponse(Response):
 
 
 class JsonResponse(GenerationResponse):
-    """One JSON body, at the end."""
+    """One JSON body, at the end; a large one in chunks."""
 
     def __init__(self, served: ServedModel, streams: Streams, body: Body, answer_id: str) -> None:
         super().__init__(served, streams, answer_id)
@@ -205,14 +206,42 @@ class JsonResponse(GenerationResponse):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            content = encode(await self._body())
+            pieces = _pieces(await self._body())
         except ApiError as error:
             self.served.metrics.error(error.status)
             await error.response(scope)(scope, receive, send)
             return
-        length = (b"content-length", str(len(content)).encode())
-        await send({"type": "http.response.start", "status": 200, "headers": [*JSON, length, self.named]})
+        content, more = _gathered(pieces)
+        length = [] if more else [(b"content-length", str(len(content)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": [*JSON, *length, self.named]})
+        while more:
+            await send({"type": "http.response.body", "body": content, "more_body": True})
+            await asyncio.sleep(0)  # or a client that reads fast would keep the loop
+            content, more = _gathered(pieces)
         await send({"type": "http.response.body", "body": content})
+
+
+def _pieces(body: Mapping[str, Any]) -> Iterator[bytes]:
+    """JSON of an answer. A choice is written when those before it are on their way: each repeats what is told
+    of the prompt, and together they took 362 MB for a request of 10 kB."""
+    if "choices" not in body:
+        yield encode(body)
+        return
+    before, begin, after = encode({**body, "choices": []}).partition(b'"choices":[')
+    yield before + begin
+    for number, choice in enumerate(body["choices"]):
+        yield (b"," if number else b"") + encode(choice)
+    yield after
+
+
+def _gathered(pieces: Iterator[bytes]) -> tuple[bytes, bool]:
+    """The next pieces, together MOST_AT_ONCE bytes or somewhat more, and whether others can follow."""
+    content = bytearray()
+    for piece in pieces:
+        content += piece
+        if len(content) >= MOST_AT_ONCE:
+            return bytes(content), True
+    return bytes(content), False
 
 
 class EventResponse(GenerationResponse):

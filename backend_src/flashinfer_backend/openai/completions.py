@@ -140,6 +140,17 @@ def _not_prompts() -> ApiError:
     )
 
 
+class _Made(NamedTuple):
+    """A completion, and what is told of its prompt."""
+
+    stream: Stream
+    text: str
+    ids: list[int]
+    finish: str
+    lists: TokenLists | None
+    report: PromptReport
+
+
 class _Reply(Choices):
     def __init__(
         self, served: ServedModel, request: CompletionRequest, model: str, streams: Streams, count: int
@@ -188,8 +199,8 @@ class _Reply(Choices):
         return (lists or TokenLists(self._served.token_texts, self._decoder)).json()
 
     async def body(self) -> dict[str, Any]:
-        request, n = self._request, self._request.n or 1
-        found: list[tuple[float, dict[str, Any]]] = [(0.0, {}) for _ in self._streams.all]
+        n = self._request.n or 1
+        found: dict[int, _Made] = {}
         async for stream, chunk in self._streams:
             first = self._streams.all[stream.index - stream.index % self._count]  # of this prompt
             report = PromptReport(None, None)
@@ -200,31 +211,38 @@ class _Reply(Choices):
                 if found_out is None:
                     continue  # the first one has failed, which comes next
                 report = found_out
-            prompt = report.lists
-            if prompt is not None:
-                self._offsets[stream.index] = prompt.offset
+            if report.lists is not None:
+                self._offsets[stream.index] = report.lists.offset
             lists = await self._lists(stream, chunk)
             text = self._take(stream, chunk)
-            choice: dict[str, Any] = {
-                "text": self._prompt_text(stream) + text if request.echo else text,
-                "finish_reason": self._finish_reason(chunk),
-            }
-            if request.return_token_ids:
-                choice["prompt_token_ids"], choice["token_ids"] = stream.row.prompt.tolist(), chunk.ids
-            every = prompt or lists
-            if prompt is not None and lists is not None:
-                every = prompt.followed_by(lists)
-            choice["logprobs"] = self._shown(every)
-            if report.by_id is not None:
-                choice["prompt_logprobs"] = report.by_id
-            found[stream.index] = lists.mean if lists else 0.0, choice
-        choices: list[dict[str, Any]] = []
+            found[stream.index] = _Made(stream, text, chunk.ids, self._finish_reason(chunk), lists, report)
+        best: list[_Made] = []
         for begin in range(0, len(found), self._count):
-            made = found[begin : begin + self._count]
+            made = [found[index] for index in range(begin, begin + self._count)]
             if n < self._count:
-                made = sorted(made, key=lambda each: -each[0])[:n]
-            choices += [{"index": len(choices) + i, **choice} for i, (_, choice) in enumerate(made)]
-        return self._whole(choices)
+                made.sort(key=lambda each: -each.lists.mean if each.lists else 0.0)
+            best += made[:n]
+        return self._whole(self._choice(index, each) for index, each in enumerate(best))
+
+    def _choice(self, index: int, made: _Made) -> dict[str, Any]:
+        """What the answer has of a completion. What all of them repeat of their prompt comes in here, when it
+        is sent: before, it would be held n times."""
+        stream, text, ids, finish, lists, report = made
+        request = self._request
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": self._prompt_text(stream) + text if request.echo else text,
+            "finish_reason": finish,
+        }
+        if request.return_token_ids:
+            choice["prompt_token_ids"], choice["token_ids"] = stream.row.prompt.tolist(), ids
+        every = report.lists or lists
+        if report.lists is not None and lists is not None:
+            every = report.lists.followed_by(lists)
+        choice["logprobs"] = self._shown(every)
+        if report.by_id is not None:
+            choice["prompt_logprobs"] = report.by_id
+        return choice
 
     def _prompt_text(self, stream: Stream) -> str:
         # An incomplete character at its end is part of what comes next.
