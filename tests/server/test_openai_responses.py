@@ -133,6 +133,35 @@ def test_reasoning_that_the_client_keeps(client: openai.OpenAI, door: OpenAiServ
         assert "encrypted_content is not of this server" in door.error("/v1/responses", body)[1]
 
 
+def dicts(tokens: Any) -> list[dict[str, Any]]:
+    return [token.to_dict() for token in tokens]
+
+
+def test_log_probs_are_those_of_a_chat(client: openai.OpenAI) -> None:
+    """Those of the text alone: a chat also has them of the stop word behind it."""
+    (choice,) = client.chat.completions.create(
+        model="tiny-chat", messages=[{"role": "user", "content": ASK}], max_tokens=40, temperature=0.0,
+        logprobs=True, top_logprobs=3,
+    ).choices  # fmt: skip
+    more: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 3}
+    (part,) = respond(client, **more).output[0].content
+    expected = dicts(part.logprobs)
+    assert "".join(token["token"] for token in expected) == part.text == choice.message.content
+    assert expected == dicts(choice.logprobs.content)[: len(expected)]  # type: ignore[union-attr]
+    events = list(respond(client, stream=True, **more))
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert len(deltas) > 1 and [one for each in deltas for one in dicts(each.logprobs)] == expected
+    (done,) = [event for event in events if event.type == "response.output_text.done"]
+    assert dicts(done.logprobs) == expected
+    final = events[-1].response
+    assert final.top_logprobs == 3 and final.output[0].content[0].to_dict()["logprobs"] == expected
+    alone = respond(client, include=more["include"]).output[0].content[0].logprobs
+    assert dicts(alone) == [token | {"top_logprobs": []} for token in expected]
+    assert not respond(client, top_logprobs=0).output[0].content[0].logprobs
+    thinks = {"extra_body": {"chat_template_kwargs": {"think_first": True}}}
+    assert [item.type for item in respond(client, **more, **thinks).output] == ["reasoning"]
+
+
 @pytest.mark.parametrize("kind", ["text", "call", "reasoning"])
 def test_a_stream_says_the_same(client: openai.OpenAI, kind: str) -> None:
     more: dict[str, Any] = {}

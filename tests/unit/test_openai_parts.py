@@ -26,6 +26,7 @@ from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.formats import choice, harmony
 from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, Event, merged
 from flashinfer_backend.openai.link import Stream, Streams
+from flashinfer_backend.openai.log_probs import TokenTexts, chat_token
 from flashinfer_backend.openai.model import Model
 from flashinfer_backend.openai.requests import (
     AllowedChoice,
@@ -484,14 +485,16 @@ def answered(
     stop: list[str],
     one_call: bool = False,
     code: int = protocol.FINISHED_END_ID,
+    log_probs: bool = False,
 ) -> Any:
     """Events, finish reason and number of tokens of an answer whose tokens arrive one by one, and are taken
-    after those that `cuts` names. one_call: it ends with its first call. code: why the text ends."""
+    after those that `cuts` names. one_call: it ends with its first call. code: why the text ends. log_probs:
+    the events have them."""
     cancelled: list[int] = []
     link: Any = SimpleNamespace(
         engines=SimpleNamespace(cancel=cancelled.append), schedule=lambda stream: None
     )
-    params = SamplingParams(max_tokens=999)
+    params = SamplingParams(max_tokens=999, log_probs=log_probs)
     row = GenerationRequest(np.array([5], "<i4"), params, streaming, True, stop, bool(stop))
     streams = Streams(link)
     stream = Stream(row, link, streams)
@@ -505,6 +508,7 @@ def answered(
         served=SimpleNamespace(
             name="m",
             decoder=lambda skip: DECODER,
+            chat_tokens=TokenTexts(chat_token, DECODER),
             metrics=SimpleNamespace(ended=lambda model, stream, chunk: None),
         ),
         skip_special_tokens=False,
@@ -512,10 +516,11 @@ def answered(
         one_call=one_call,
         streams=streams,
     )
-    answer, events = Answer(turn, stream), []
+    answer, events = Answer(turn, stream, 0 if log_probs else None), []
     (ids,) = TOKENIZER.encode_batch([text], False)
     for n, token in enumerate(ids):
-        stream.on_token(token, protocol.RUNNING, None)
+        report = protocol.RowReport(2, log_prob=-n / 8) if log_probs else None
+        stream.on_token(token, protocol.RUNNING, report)
         if n in cuts and (chunk := stream.take()) is not None:
             events += answer.take(chunk)
     if not stream.ended:
@@ -524,7 +529,8 @@ def answered(
         assert chunk is not None and chunk.last
         events += answer.take(chunk)
     assert bool(cancelled) <= bool(stop or one_call)
-    return [Event(e.kind, e.text) for e in merged(events)], answer.finish, stream.timing.sent
+    found = [Event(e.kind, e.text, log_probs=e.log_probs) for e in merged(events)]
+    return found, answer.finish, stream.timing.sent
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
@@ -546,6 +552,24 @@ def test_a_stream_cut_at_any_token_says_the_same(tools: str, cuts: set[int], sto
         assert finish == "stop" and not is_json(arguments)
     elif calls:
         assert finish == "tool_calls" and is_json(arguments)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    st.sampled_from(sorted(TEXTS)), st.sets(st.integers(0, 90)), st.sampled_from([[], ["Moment"], ["🌧"]])
+)
+def test_content_has_the_log_probs_of_its_own_tokens(tools: str, cuts: set[int], stop: list[str]) -> None:
+    """Also where its text was held back; tokens of marks, reasoning and calls have none."""
+    plain = answered(TEXTS[tools], tools, cuts, True, stop)
+    events, *rest = answered(TEXTS[tools], tools, cuts, True, stop, log_probs=True)
+    assert [[Event(each.kind, each.text) for each in events], *rest] == [*plain]
+    values = [-1.0]
+    for each in events:
+        tokens = [json.loads(bytes(raw)) for raw in each.log_probs]
+        values += [-token["logprob"] for token in tokens]
+        text = bytes(byte for token in tokens for byte in token["bytes"]).decode()
+        assert text.strip() == each.text.strip() if each.kind == CONTENT else not tokens
+    assert values == sorted(values)
 
 
 def is_json(text: str) -> bool:

@@ -124,7 +124,7 @@ FIELDS = {
         Bound(64, 4 * KIB),
     ),
     **dict.fromkeys(("audio", "function_call", "prediction", "web_search_options"), OPTIONS),
-    **dict.fromkeys(("conversation", "top_logprobs"), OPTIONS),
+    "conversation": OPTIONS,
     "mcp_servers": OPTIONS,
     "chat_template": Bound(1, MIB),
     "previous_response_id": NAME,

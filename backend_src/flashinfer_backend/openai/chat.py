@@ -220,8 +220,11 @@ def render(served: ServedModel, conversation: Conversation) -> str:
 class Answer:
     """One sequence of a turn: its chunks become events."""
 
-    def __init__(self, turn: Turn, stream: Stream) -> None:
-        self._turn, self._stream = turn, stream
+    def __init__(self, turn: Turn, stream: Stream, top: int | None = None) -> None:
+        """top: how many alternatives of each token events of content have, and its log probability; None: not
+        even that."""
+        self._turn, self._stream, self._top = turn, stream, top
+        self._unsaid: list[tuple[int, tuple[Raw, ...]]] = []  # of tokens behind the last event
         self._reader = turn.reader()
         self._decoder = turn.served.decoder(turn.skip_special_tokens)
         self.calls = 0
@@ -236,12 +239,16 @@ class Answer:
         """What a chunk says; sets `finish` with the last one. Ids behind the end of the answer are taken off
         the chunk."""
         events: list[Event] = []
-        if self._turn.one_call:
-            used = 0
+        if self._turn.one_call or self._top is not None:
+            probs, used = [], 0
+            if self._top is not None:
+                probs = chat_log_probs(chunk, self._turn.served.chat_tokens, self._top)
             for text in text_of_ids(self._stream, chunk, self._decoder):
                 if self._cut:
                     break
-                events += self._followed(self._reader.feed(text))
+                if probs:
+                    self._unsaid.append((len(text), tuple(probs[used : used + 1])))
+                events += self._told(self._followed(self._reader.feed(text)))
                 used += 1
             del chunk.ids[used:]
             note_sent(self._turn.served, self._stream, chunk)
@@ -249,7 +256,7 @@ class Answer:
             text = take_text(self._turn.served, self._stream, chunk, self._decoder)
             events += self._followed(self._reader.feed(text))
         if chunk.last and not self._cut:
-            events += self._followed(self._reader.finish())
+            events += self._told(self._followed(self._reader.finish()))
             self._cut = False  # the text had ended without it
         if chunk.last:
             self.finish = self._finish(chunk.code)
@@ -260,6 +267,24 @@ class Answer:
     async def reasoning_tokens(self) -> int:
         """Number of tokens of the reasoning so far, encoded again."""
         return await self._turn.served.count("".join(self._reasoning))
+
+    def _told(self, events: list[Event]) -> list[Event]:
+        """The same events, of content with the log probabilities of its tokens: the last ones, as long as the
+        text. Tokens in front of these wrote marks, which are no content."""
+        if self._top is None or not events:
+            return events
+        unsaid, self._unsaid = self._unsaid, []
+        told: list[Event] = []
+        for each in reversed(events):
+            log_probs: tuple[Raw, ...] = ()
+            left = len(each.text) if each.kind == CONTENT else 0
+            # A token that is a part of a character writes nothing.
+            while unsaid and (left > 0 or (log_probs and not unsaid[-1][0])):
+                size, own = unsaid.pop()
+                left -= size
+                log_probs = own + log_probs
+            told.insert(0, each._replace(log_probs=log_probs))
+        return told
 
     def _finish(self, code: int) -> str:
         reason = finish_reason(code)

@@ -18,6 +18,7 @@ class Items:
 
     def __init__(self, turn: Turn) -> None:
         self._turn = turn
+        self._top: int | None = None  # of Answer
         (self._stream,) = turn.streams.all
         self._usage = Usage(turn.streams)
         self._items: list[dict[str, Any]] = []
@@ -42,7 +43,7 @@ class Items:
 
     async def _chunks(self) -> AsyncIterator[tuple[list[Change], Answer, Chunk]]:
         """What each chunk changes. With the last one the answer has its `finish`; its item is open still."""
-        answer = Answer(self._turn, self._stream)
+        answer = Answer(self._turn, self._stream, self._top)
         async for _, chunk in self._turn.streams:
             self._usage.note(self._stream, chunk)
             changes = [change for each in answer.take(chunk) for change in self._take(each)]

@@ -20,7 +20,9 @@ from flashinfer_backend.openai.bounds import bounded, check_field, check_items, 
 from flashinfer_backend.openai.errors import ApiError, field_error, wrong_value
 from flashinfer_backend.openai.no_effect import check_no_effect
 
-ENCRYPTED_REASONING = "reasoning.encrypted_content"  # what a response may include
+# What a response may include.
+ENCRYPTED_REASONING = "reasoning.encrypted_content"
+OUTPUT_LOG_PROBS = "message.output_text.logprobs"
 # Of calls of tools that OpenAI runs, which no answer here has. Clients ask for them with these tools.
 OF_LEFT_OUT_TOOLS = (
     *("web_search_call.action.sources", "web_search_call.results", "file_search_call.results"),
@@ -297,6 +299,7 @@ class ResponsesRequest(Sampling, kw_only=True):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: Tokens | None = None
+    top_logprobs: TopLogProbs | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: ChoiceWord | ToolName | CustomToolName | AllowedTools | None = None
     parallel_tool_calls: bool | None = True
@@ -314,7 +317,6 @@ class ResponsesRequest(Sampling, kw_only=True):
     background: bool | None = None
     conversation: Any = None
     prompt: Any = None
-    top_logprobs: Any = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -323,12 +325,19 @@ class ResponsesRequest(Sampling, kw_only=True):
                 "stream_options.include_usage is for chats and completions; here the last event has it",
                 param="stream_options",
             )
-        for name in ("background", "conversation", "prompt", "top_logprobs", "return_token_ids"):
+        for name in ("background", "conversation", "prompt", "return_token_ids"):
             if getattr(self, name):
                 raise field_error(name, "is not supported")
         for what in self.include or []:
-            if what not in (ENCRYPTED_REASONING, *OF_LEFT_OUT_TOOLS):
-                raise field_error("include", f"holds {shown(what)}; only {ENCRYPTED_REASONING} is supported")
+            if what not in (ENCRYPTED_REASONING, OUTPUT_LOG_PROBS, *OF_LEFT_OUT_TOOLS):
+                known = f"{ENCRYPTED_REASONING} and {OUTPUT_LOG_PROBS}"
+                raise field_error("include", f"holds {shown(what)}; {known} are supported")
+        if self.top_logprobs and not self.log_probs:
+            raise field_error("top_logprobs", f"needs {OUTPUT_LOG_PROBS} in include")
+
+    @property
+    def log_probs(self) -> bool:
+        return OUTPUT_LOG_PROBS in (self.include or [])
 
 
 class Thinking(msgspec.Struct, forbid_unknown_fields=True):

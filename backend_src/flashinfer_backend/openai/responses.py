@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec import Raw
 from starlette.responses import Response
 
 from flashinfer_backend.core.bounds import CONVERSATION
@@ -127,7 +128,8 @@ def read_responses(served: ServedModel, body: bytes) -> ParsedResponses:
 async def responses(served: ServedModel, parsed: ParsedResponses) -> Response:
     """Raises ApiError."""
     request, model, turn, earlier = parsed
-    await turn.submit(request, 1, request.max_output_tokens, "max_output_tokens")
+    most = request.max_output_tokens
+    await turn.submit(request, 1, most, "max_output_tokens", request.log_probs, request.top_logprobs or 0)
     return respond(served, turn.streams, _Reply(turn, request, model, earlier), request.stream)
 
 
@@ -435,6 +437,8 @@ class _Reply(Items):
         self.id, self._created = f"resp_{secrets.token_hex(16)}", int(time.time())
         self._offered = {one.tool["function"]["name"]: one for one in offered_tools(request.tools or [])}
         self._number = 0  # of events
+        self._top = request.top_logprobs or 0 if request.log_probs else None
+        self._log_probs: list[Raw] = []  # of the last item
         self._finish: str | None = None
         self._store = (
             turn.served.store if request.store is not False else None
@@ -467,6 +471,7 @@ class _Reply(Items):
             "temperature": request.temperature,
             "text": request.text or {"format": {"type": "text"}},
             "tool_choice": request.tool_choice or "auto",
+            "top_logprobs": request.top_logprobs or 0,
             "tools": [shown_tool(tool) for tool in request.tools or [] if left_out(tool) is None],
             "top_p": request.top_p,
             "truncation": "disabled",
@@ -535,6 +540,7 @@ class _Reply(Items):
             item |= {**more, "content": []}
         item["status"] = "in_progress"
         self._items.append(item)
+        self._log_probs = []
         changes: list[Change] = [
             {"type": "response.output_item.added", "output_index": len(self._items) - 1, "item": {**item}}
         ]
@@ -550,7 +556,8 @@ class _Reply(Items):
             return []
         what = TEXTS.get(kind, "function_call_arguments")
         change = {"type": f"response.{what}.delta", **self._place(), "delta": each.text}
-        return [change | ({"logprobs": []} if kind == "message" else {})]
+        self._log_probs += each.log_probs
+        return [change | ({"logprobs": each.log_probs} if kind == "message" else {})]
 
     def _end(self, whole: bool) -> list[Change]:
         item, text, place = self._items[-1], self._written, self._place()
@@ -570,7 +577,7 @@ class _Reply(Items):
             item["content"] = [self._part(kind, text)]
             if kind == "reasoning" and ENCRYPTED_REASONING in (self._request.include or []):
                 item["encrypted_content"] = wrapped_text(text)
-            more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+            more: dict[str, Any] = {"logprobs": self._log_probs} if kind == "message" else {}
             changes.append({"type": f"response.{TEXTS[kind]}.done", **place, "text": text, **more})
             changes.append({"type": "response.content_part.done", **place, "part": self._part(kind, text)})
         last = {"type": "response.output_item.done", "output_index": len(self._items) - 1, "item": {**item}}
@@ -585,4 +592,4 @@ class _Reply(Items):
     def _part(self, kind: str, text: str) -> dict[str, Any]:
         """The one part of the content of an item."""
         part = {"type": TEXTS[kind], "text": text}
-        return part | ({"annotations": [], "logprobs": []} if kind == "message" else {})
+        return part | ({"annotations": [], "logprobs": [*self._log_probs]} if kind == "message" else {})

@@ -4,16 +4,20 @@
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
+from msgspec import Raw
+
 REASONING, CONTENT, CALL, ARGUMENTS = "reasoning", "content", "call", "arguments"
 
 
 class Event(NamedTuple):
     """A piece of the answer. REASONING, CONTENT: text. CALL: text is a function's name, and call_id the
-    model's id of the call, if it writes one. ARGUMENTS: text is a piece of the JSON of the latest call."""
+    model's id of the call, if it writes one. ARGUMENTS: text is a piece of the JSON of the latest call.
+    log_probs: of CONTENT, where they are wanted, those of its tokens."""
 
     kind: str
     text: str
     call_id: str = ""
+    log_probs: tuple[Raw, ...] = ()
 
 
 class Reader(Protocol):
@@ -43,7 +47,9 @@ def merged(events: Iterable[Event]) -> list[Event]:
         if not event.text and event.kind != CALL:
             continue
         if result and result[-1].kind == event.kind != CALL:
-            result[-1] = Event(event.kind, result[-1].text + event.text)
+            before = result[-1]
+            log_probs = before.log_probs + event.log_probs
+            result[-1] = Event(event.kind, before.text + event.text, log_probs=log_probs)
         else:
             result.append(event)
     return result
