@@ -392,6 +392,15 @@ def test_arguments_that_a_template_takes_apart(arguments: str) -> None:
         refusing.render(messages)
 
 
+def test_tools_that_are_nested_too_deeply_for_a_template() -> None:
+    nested: dict[str, Any] = {}
+    for _ in range(900):
+        nested = {"a": nested}
+    tool = {"type": "function", "function": {"name": "f", "parameters": nested}}
+    with pytest.raises(ApiError, match="messages, tools or chat_template_kwargs are nested too deeply"):
+        ChatTemplate("{{ tools | tojson }}", {}).render(ASK, tools=[tool])
+
+
 def test_definitions_of_several_tools_stay_apart() -> None:
     def tool(name: str, kind: str) -> dict[str, Any]:
         parameters = {

@@ -151,6 +151,11 @@ class ChatTemplate:
                 if message_forms.leaves_out(form, text):
                     text = rendered(message_forms.with_joined_neighbours(form, ("system",)), shown_tools)
                 return text
+            except RecursionError:  # tojson of one of them
+                raise ApiError(
+                    f"{field}, tools or chat_template_kwargs are nested too deeply for the chat template",
+                    param=field,
+                ) from None
             except Exception as error:  # a template may raise anything, on purpose or not
                 errors.append(error)
         raise ApiError(
