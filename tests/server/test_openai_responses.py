@@ -241,10 +241,24 @@ def test_a_conversation_that_the_server_keeps(scripted: OpenAiServer) -> None:
         assert again.usage and counted.input_tokens == again.usage.input_tokens
         assert again.usage and again.usage.input_tokens > second.usage.input_tokens
         assert client.responses.retrieve(second.id).to_dict() == second.to_dict()
+        # Its input, oldest first, in pages of two, by ids that stay.
+        pages: Any = client.responses.input_items.list(second.id, limit=2, order="asc")
+        items = [item.to_dict() for item in pages]
+        assert (len(items), items[0]["type"]) == (4, "message")
+        assert items[0]["content"] == [{"type": "input_text", "text": "Weather?"}]
+        assert items[1:3] == [item.to_dict() for item in first.output] and items[3]["output"] == "Rain."
+        latest: Any = client.responses.input_items.list(second.id, after=items[3]["id"])
+        assert [item.to_dict() for item in latest] == items[2::-1]
+        for wrong_query, param in (({"limit": 101}, "limit"), ({"after": "x"}, "after"), ({"x": 1}, "x")):
+            with pytest.raises(openai.BadRequestError) as refused:
+                client.responses.input_items.list(second.id, extra_query=wrong_query)
+            assert refused.value.param == param
         client.responses.delete(second.id)
         for gone in (second.id, whole.id):
             with pytest.raises(openai.NotFoundError, match="not found"):
                 client.responses.retrieve(gone)
+            with pytest.raises(openai.NotFoundError, match="not found"):
+                client.responses.input_items.list(gone)
         with pytest.raises(openai.BadRequestError) as refused:
             client.responses.create(**ask, input="x", previous_response_id=second.id)
         assert (refused.value.param, refused.value.code) == (
@@ -260,5 +274,6 @@ def test_a_conversation_that_the_server_keeps(scripted: OpenAiServer) -> None:
 
 
 def test_without_the_option(door: OpenAiServer) -> None:
-    status, message, _, _ = door.error("/v1/responses/resp_1")
-    assert status == 404 and "--store-mib" in message
+    for path in ("/v1/responses/resp_1", "/v1/responses/resp_1/input_items"):
+        status, message, _, _ = door.error(path)
+        assert status == 404 and "--store-mib" in message

@@ -68,14 +68,22 @@ from flashinfer_backend.openai.requests import (
     CountTokensRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    ItemsQuery,
     MessagesRequest,
     RerankRequest,
     ResponsesRequest,
     ScoreRequest,
     TokenizeRequest,
+    convert,
     model_of,
 )
-from flashinfer_backend.openai.responses import input_tokens, read_responses, responses, store_of
+from flashinfer_backend.openai.responses import (
+    input_page,
+    input_tokens,
+    read_responses,
+    responses,
+    store_of,
+)
 from flashinfer_backend.openai.served_model import ServedModel, find_model
 from flashinfer_backend.openai.tokens import read_detokenize, read_tokenize, shown_text, tokenize
 
@@ -228,7 +236,12 @@ def _of_kept_responses(served: ServedModel) -> Iterator[Route]:
         store_of(served).delete(name)
         return _json({"id": name, "object": "response", "deleted": True})
 
+    async def input_items(request: Request) -> Response:
+        store, query = store_of(served), convert(ItemsQuery, request.query_params)
+        return _json(await asyncio.to_thread(input_page, store, request.path_params["name"], query))
+
     for prefix in VERSIONS:
+        yield Route(prefix + "/responses/{name}/input_items", input_items)
         yield Route(prefix + "/responses/{name}", response, methods=["GET", "DELETE"])
 
 

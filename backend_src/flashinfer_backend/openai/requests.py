@@ -6,7 +6,7 @@ do are here, so that the value that asks for nothing passes.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 from msgspec import inspect as info
 
-from flashinfer_backend.core.bounds import MOST_CHOICES, MOST_TOP_LOGPROBS, MOST_WORD
+from flashinfer_backend.core.bounds import MOST_CHOICES, MOST_LISTED, MOST_TOP_LOGPROBS, MOST_WORD
 from flashinfer_backend.core.values import INT32_MAX, shown
 from flashinfer_backend.openai.bounds import bounded, check_field, check_items, check_size
 from flashinfer_backend.openai.errors import ApiError, field_error, wrong_value
@@ -340,6 +340,14 @@ class ResponsesRequest(Sampling, kw_only=True):
         return OUTPUT_LOG_PROBS in (self.include or [])
 
 
+class ItemsQuery(msgspec.Struct, forbid_unknown_fields=True):
+    """Which of the items that a kept response was made of. after: the id of the one before them."""
+
+    after: str | None = None
+    limit: Annotated[int, Meta(ge=1, le=MOST_LISTED)] = 20
+    order: Literal["asc", "desc"] = "desc"
+
+
 class Thinking(msgspec.Struct, forbid_unknown_fields=True):
     """Anthropic's, of reasoning. adaptive: as the template has it."""
 
@@ -526,6 +534,12 @@ def decode(kind: type[Body], body: bytes) -> Body:
         decoded = msgspec.json.decode(bounded(kind, body), type=kind)
     check_items(decoded)
     return decoded
+
+
+def convert(kind: type[Body], query: Mapping[str, str]) -> Body:
+    """A request's query. Raises ApiError that names the parameter which is wrong."""
+    with _worded(kind):
+        return msgspec.convert(dict(query), kind, strict=False)
 
 
 @contextmanager

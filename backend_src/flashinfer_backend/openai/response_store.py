@@ -77,6 +77,12 @@ class ResponseStore:
         items: list[dict[str, Any]] = msgspec.json.decode(self._get(name, param)[0])
         return items
 
+    def input(self, name: str) -> list[dict[str, Any]]:
+        """The conversation that a response was made of. Raises ApiError."""
+        kept, response = self._get(name, None)
+        items: list[dict[str, Any]] = msgspec.json.decode(kept)
+        return items[: len(items) - len(msgspec.json.decode(response, type=_Output).output)]
+
     def response(self, name: str) -> bytes:
         """Its JSON. Raises ApiError."""
         return self._get(name, None)[1]

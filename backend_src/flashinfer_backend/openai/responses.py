@@ -26,6 +26,7 @@ from flashinfer_backend.openai.requests import (
     AllowedFunctions,
     CustomToolName,
     FunctionChoice,
+    ItemsQuery,
     ResponseFormat,
     ResponsesRequest,
     ToolName,
@@ -149,6 +150,39 @@ def store_of(served: ServedModel, param: str | None = None) -> ResponseStore:
             param,
         )
     return served.store
+
+
+def input_page(store: ResponseStore, name: str, query: ItemsQuery) -> dict[str, Any]:
+    """A page of the items that a kept response was made of. Raises ApiError."""
+    digits = name.removeprefix("resp_")
+    items = [_with_id(item, f"{digits}{n:04x}") for n, item in enumerate(store.input(name))]
+    if query.order == "desc":
+        items.reverse()
+    begin = 0
+    if query.after is not None:
+        ids = [item["id"] for item in items]
+        if query.after not in ids:
+            raise field_error("after", f"is {shown(query.after)}, which is no item of {name}")
+        begin = ids.index(query.after) + 1
+    page = items[begin : begin + query.limit]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": begin + len(page) < len(items),
+    }
+
+
+def _with_id(item: dict[str, Any], name: str) -> dict[str, Any]:
+    """An item as answers have it, with its id, or where it has none, with one that ends with `name`."""
+    kind, content, own = item.get("type", "message"), item.get("content"), item.get("id")
+    if kind == "message" and isinstance(content, str):
+        text = "output_text" if item.get("role") == "assistant" else "input_text"
+        item = {**item, "content": [{"type": text, "text": content}]}
+    if not own or not isinstance(own, str):
+        own = f"{ID_PREFIXES.get(kind, 'item')}_{name}"
+    return {**item, "id": own, "type": kind}
 
 
 def without_references(served: ServedModel, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
