@@ -56,9 +56,9 @@ TESTS = {
     ),
     "scheduler/scheduler": (
         "unit/test_scheduler.py unit/test_request_queue.py unit/test_cache_groups.py "
-        f"{WALK}test_ten_thousand_random_steps engine/test_failing_steps.py engine/test_logits_room.py "
-        "engine/test_waiting.py engine/test_generate.py engine/test_ngram.py engine/test_states.py "
-        "engine/test_drafts.py"
+        f"{WALK}test_ten_thousand_random_steps engine/test_failing_steps.py engine/test_loop.py "
+        "engine/test_logits_room.py engine/test_waiting.py engine/test_generate.py engine/test_ngram.py "
+        "engine/test_states.py engine/test_drafts.py"
     ),
     "sampling": (
         "unit/test_sampling.py unit/test_sampling_params.py engine/test_logits_room.py "
@@ -73,9 +73,7 @@ TESTS = {
     "transport/delivery_marks": "unit/test_client_watch.py",
     "transport/door_states": "unit/test_watchdog.py",
     "transport/endpoint": "unit/test_endpoint.py engine/test_link.py",
-    "transport/engine_socket": (
-        "unit/test_endpoint.py engine/test_engine_socket.py engine/test_loop.py engine/test_link.py"
-    ),
+    "transport/engine_socket": ("unit/test_endpoint.py engine/test_engine_socket.py engine/test_link.py"),
     "transport/gpus": "unit/test_router.py",
     "transport/loads": "unit/test_router.py",
     "transport/maintenance_server": "unit/test_probe.py",

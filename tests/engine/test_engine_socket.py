@@ -117,6 +117,18 @@ def test_what_is_no_message_is_dropped(
     assert "does not follow the protocol" in caplog.text and "not exactly two frames" in caplog.text
 
 
+def test_a_stub_that_reads_nothing_for_long_loses_nothing(engine: EngineSocket, tmp_path: Path) -> None:
+    with zmq.Context.instance().socket(zmq.DEALER) as slow:
+        slow.connect(protocol.socket_address(tmp_path))
+        slow.send(protocol.encode(protocol.Hello(os.getpid(), wants_status=False)))
+        heard(engine, protocol.Hello)
+        engine.send_status(protocol.Status(1, "cpu", 1, 1, 1, 1, 1, 1))  # which it does not want
+        frames = [n.to_bytes(2, "little") * 500 for n in range(5000)]
+        for frame in frames:
+            engine.send_tokens(os.getpid(), frame, None)
+        assert [slow.recv_multipart() for _ in frames] == [[protocol.TOKENS, frame] for frame in frames]
+
+
 def test_when_a_step_is_due_what_is_left_comes_with_the_next_call(
     engine: EngineSocket, send: Callable[[protocol.ToEngine], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

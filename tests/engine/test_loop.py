@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """When and in which order the loop sends tokens. No sockets: frames are seen as the engine makes them."""
 
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.harness import Client, serve, start_core
+from engine.harness import serve, start_core
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.engine.loop import EngineLoop
 from flashinfer_backend.transport import engine_socket, protocol
@@ -122,29 +121,6 @@ def test_a_step_does_not_wait_until_all_that_has_come_is_taken_in(tmp_path, monk
     taken = [len(run) for run in "".join("m" if o == "message" else "s" for o in order).split("s")]
     assert sum(taken) == len(others)
     assert max(taken) <= 2
-
-
-def test_what_is_left_in_the_socket_comes_with_the_next_call(tmp_path):
-    socket = engine_socket.EngineSocket(tmp_path, os.getpid())
-    client = Client(tmp_path, None)  # type: ignore[arg-type]
-    try:
-        sent = [client.submit([65], SamplingParams(max_tokens=1)) for _ in range(100)]
-        client.goodbye()
-        got: list[Any] = []
-        calls = 0
-        while not got or not isinstance(got[-1], protocol.Goodbye):
-            before = len(got)
-            for message in socket.receive(1000, until=0.0):
-                got.append(message)
-                time.sleep(2 * engine_socket.LEAST_RECEIVE_S)
-            assert len(got) <= before + 1
-            calls += len(got) > before  # on a busy machine the next one may not have come yet
-        assert [protocol.split_handle(m.handle)[1] for m in got if isinstance(m, protocol.Submit)] == sent
-        assert calls == len(sent) + 2, "and a greeting"
-        assert not list(socket.receive(0, until=time.monotonic() + 60)), "which ends when nothing is left"
-    finally:
-        client.close()
-        socket.close()
 
 
 def test_block_counts_add_up_over_the_times_that_a_sequence_is_computed():

@@ -155,6 +155,7 @@ def test_a_sequence_from_its_submission_to_its_end(ends: Ends) -> None:
     ends.link.freed(second.handle)
     assert ends.hear(protocol.Cancel) == protocol.Cancel(first.handle)
     assert ends.hear(protocol.Freed) == protocol.Freed(second.handle)
+    assert ends.link.up
 
 
 def test_an_engine_that_ends_fails_what_is_open_and_the_next_one_gets_nothing_of_it(ends: Ends) -> None:

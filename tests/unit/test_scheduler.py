@@ -12,7 +12,7 @@ from flashinfer_backend.core import tuned
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.request import Request
 from flashinfer_backend.core.sampling_params import SamplingParams
-from flashinfer_backend.core.step import StepPlan
+from flashinfer_backend.core.step import NewSequence, StepPlan
 from flashinfer_backend.engine.outputs import accept
 from flashinfer_backend.scheduler import budget
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
@@ -388,6 +388,69 @@ def test_a_step_that_was_not_launched_is_undone():
     assert plan is not None
     assert (plan.starts[0], plan.lengths[0]) == (32, 11), "two blocks of its prompt are cached"
     assert plan.tokens[:11].tolist() == [0] * 8 + [5] * 3
+
+
+def test_a_plan_says_how_its_rows_are_sampled():
+    result = scheduler()
+    plain = SamplingParams(max_tokens=8, temperature=0.5, seed=7, min_tokens=2, end_id=9)
+    penalised = SamplingParams(max_tokens=8, temperature=0.0, seed=8, frequency_penalty=0.5)
+    prompt = np.arange(5, dtype=np.int32)
+    asked = [Request(handle, prompt, params, max_new=8) for handle, params in ((1, plain), (2, penalised))]
+    for request in asked:
+        result.submit(request)
+    plans = []
+    for _ in range(3):
+        plans.append(result.schedule(in_flight=False))
+        accept(result.table, plans[-1], np.array([5, 6], np.int32))
+    for plan, held_back in zip(plans, (9, 9, -1), strict=True):
+        assert (plan.temperature.tolist(), plan.seed.tolist()) == ([0.5, 0.0], [7, 8])
+        assert (plan.suppressed.tolist(), plan.stateful.tolist()) == ([held_back, -1], [1])
+    slot, epoch = asked[1].slot, int(result.table.epoch[asked[1].slot])
+    new = NewSequence(2, slot, epoch, penalised, prompt_len=5, tokens=prompt.astype("<i4").tobytes())
+    assert [plan.new for plan in plans] == [[new], [], []]
+    result._preempt_newest()
+    plan = result.schedule(in_flight=False)
+    again = msgspec.structs.replace(
+        new, epoch=epoch + 1, tokens=np.array([*range(5), 6, 6, 6], "<i4").tobytes()
+    )
+    assert plan is not None and (plan.new, plan.freed) == ([again], [])
+    for request in asked:
+        result.release(request)
+    result.submit(of_length(5, 3))
+    plan = result.schedule(in_flight=False)
+    assert plan is not None and (plan.new, plan.freed) == ([], [2])
+
+
+def test_what_was_found_in_the_prefix_cache_is_counted_each_time_that_a_sequence_comes_to_a_slot():
+    """Its prompt once."""
+    config = EngineConfig(model_dir="", max_seq_len=4096, max_input_len=4095, max_num_seqs=64)
+    result = Scheduler(config, KVCacheManager([BlockPool(21)], 16, reuse=True), history=True)
+    first, second = prompt_of(100, 0, 1), prompt_of(64, 36, 2)
+    plans = []
+    for request in (first, second):
+        result.submit(request)
+        plans.append(result.schedule(in_flight=False))
+    assert (first.cached_tokens, first.reused_blocks, first.allocated_blocks, first.new_blocks) == (
+        0,
+        0,
+        7,
+        7,
+    )
+    assert (second.cached_tokens, second.reused_blocks, second.allocated_blocks, second.new_blocks) == (
+        64,
+        4,
+        3,
+        3,
+    )
+    assert (result.prompt_tokens, result.prompt_tokens_reused, result.blocks_reused) == (200, 64, 4)
+    assert [plan.recalled for plan in plans] == [[], [(second.slot, bytes(4 * 64))]]
+    finish(result, plans[1])
+    result._preempt_newest()
+    stamp = second.first_scheduled_ns
+    result.schedule(in_flight=False)
+    assert (second.cached_tokens, second.reused_blocks, second.allocated_blocks) == (64, 10, 4)
+    assert (result.prompt_tokens, result.blocks_reused, result.preemptions) == (200, 10, 1)
+    assert second.first_scheduled_ns == stamp
 
 
 def test_what_a_sequence_that_has_ended_should_have_written_in_a_step_that_was_not_launched_is_forgotten():
