@@ -58,7 +58,7 @@ def end_orphans(server_pid: int, known: Iterable[Stub] = (), grace_s: float | No
         time.sleep(0.1)
     for stub in found.union(stubs):
         stub.remove_memory()
-    rundir.forget_processes(processes_dirs(), {stub.pid for stub in stubs if stub.alive})
+    rundir.forget_processes(processes_dirs(), {stub.pid for stub in stubs})
     for stub in sorted(stubs, key=lambda stub: stub.pid == os.getpid()):  # ourselves last
         if stub.alive:
             with contextlib.suppress(ProcessLookupError):
