@@ -171,6 +171,7 @@ def test_no_more_than_the_drafts_of_steps_in_flight_are_unread() -> None:
         ("stream.max_new = 9", r"a row ends at \d+, the last is 21"),
         ("table.known[0] += 2", "a token that is known is decoded"),
         ("plan.wants[0] = Wants.NOTHING; plan.epochs = plan.epochs[1:]", "known tokens does not sample"),
+        ("plan.wants[2] = Wants.NEXT; plan.epochs = table.epoch[plan.slots]", "25 known tokens samples"),
         ("plan.freed.append(waits.handle)", "is open, and told to be gone"),
     ],
 )  # fmt: skip

@@ -37,10 +37,7 @@ class InvariantChecker:
         groups = len(scheduler.kv_manager.pools)
         self._block_tables = np.zeros((groups, slots, columns), np.int32)
         self._verified: dict[int, int] = {}  # by handle: block keys that were found right
-        # As the last check left them.
-        self._owners = list(scheduler.table.requests)
-        self._epoch = scheduler.table.epoch.copy()
-        self._computed = scheduler.table.computed.copy()
+        self._remember()
 
     def check(self, in_flight: int) -> None:
         """Between two turns of the loop, with `in_flight` steps launched and not read."""
@@ -49,6 +46,10 @@ class InvariantChecker:
         self._check_progress(in_flight)
         for request in self._scheduler.requests.values():
             self._check_keys(request)
+        self._remember()
+
+    def _remember(self) -> None:
+        """How this check leaves the slots."""
         table = self._scheduler.table
         self._owners = list(table.requests)
         self._epoch, self._computed = table.epoch.copy(), table.computed.copy()
