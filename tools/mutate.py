@@ -43,7 +43,9 @@ TESTS = {
         f"{WALK}test_a_broken_manager_is_found {WALK}test_ten_thousand_random_steps"
     ),
     "scheduler/draft_pace": "unit/test_draft_pace.py",
-    "scheduler/request_queue": "unit/test_request_queue.py engine/test_waiting.py",
+    "scheduler/request_queue": (
+        f"unit/test_request_queue.py {WALK}test_ten_thousand_random_steps engine/test_waiting.py"
+    ),
     "scheduler/invariants": (
         f"unit/test_invariants.py {WALK}test_a_broken_manager_is_found {WALK}test_ten_thousand_random_steps"
     ),
@@ -76,7 +78,7 @@ TESTS = {
     "transport/engine_socket": ("unit/test_endpoint.py engine/test_engine_socket.py engine/test_link.py"),
     "transport/gpus": "unit/test_router.py",
     "transport/loads": "unit/test_router.py",
-    "transport/maintenance_server": "unit/test_probe.py",
+    "transport/maintenance_server": "unit/test_probe.py unit/test_openai_supervisor.py",
     "transport/peers": "unit/test_keeper.py",
     "transport/prefixes": "unit/test_router.py",
     "transport/protocol": "unit/test_endpoint.py unit/test_responder.py engine/test_engine_socket.py",

@@ -6,12 +6,15 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
+import waiting
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.transport import endpoint, protocol, records, rundir
 from flashinfer_backend.transport.endpoint import (
@@ -26,8 +29,8 @@ from flashinfer_backend.transport.engine_socket import EngineSocket
 from flashinfer_backend.transport.keeper_handle import EngineStartError
 from flashinfer_backend.transport.protocol import FINISHED_LENGTH, NO_TOKEN, RUNNING, RowReport, Status
 from flashinfer_backend.transport.records import EngineRecord
-from waiting import wait_for
 
+wait_for = partial(waiting.wait_for, timeout_s=30)
 PARAMS = SamplingParams(max_tokens=4)
 PROMPT = b"12345678"
 
@@ -79,7 +82,7 @@ class Ends:
             self.heard += self.socket.receive(20, time.monotonic() + 1)
             return next((message for message in self.heard if isinstance(message, kind)), None)
 
-        message = wait_for(found, kind.__name__, 30)
+        message = wait_for(found, kind.__name__)
         del self.heard[: self.heard.index(message) + 1]
         return message
 
@@ -120,6 +123,7 @@ def test_a_sequence_from_its_submission_to_its_end(ends: Ends) -> None:
         ends.submit()
     status = ends.begin()
     wait_for(lambda: ends.statuses == [status] and ends.link.status == status)
+    assert not any(msgspec.structs.astuple(status)[8:]), "what a report leaves out"
     assert ends.link.wait_known() is None and time.monotonic() - ends.link.reported_at < 60
     first, second = ends.submit(LEADS, -4, 5_000_000, 7), ends.submit(0, 0, 0, 9)
     third = ends.submit(first.handle, 1, 0)
@@ -148,7 +152,7 @@ def test_a_sequence_from_its_submission_to_its_end(ends: Ends) -> None:
     ends.socket.send_failure(protocol.Failure(second.handle, "no room", True))
     wait_for(lambda: second.told == [("no room", True)] and ends.loads[-1] == (1, 0))
     ends.tokens((second, 9, RUNNING), (first, NO_TOKEN, FINISHED_LENGTH))  # what has ended hears nothing
-    ends.socket.send_failure(protocol.Failure(second.handle, "no room", True))
+    ends.socket.send_failure(protocol.Failure(second.handle, "no room"))
     wait_for(lambda: ends.loads[-2:] == [(0, 0)] * 2)
     assert first.told[4:] == [(NO_TOKEN, FINISHED_LENGTH, None)] and len(second.told) == 1
     ends.link.cancel(first.handle)
@@ -191,7 +195,7 @@ def test_from_a_refusal_on_nothing_is_submitted_and_the_engine_takes_its_leave(e
     answer = ends.submit(0, 0, 0, 5)
     ends.link.refuse("the server ends")
     assert answer.told == [("the server ends", False)] and ends.loads[-1] == (0, 0)
-    assert ends.hear(protocol.Goodbye) == protocol.Goodbye(os.getpid())
+    assert ends.hear(protocol.Goodbye) == protocol.Goodbye(os.getpid(), said=True)
     with pytest.raises(EngineDown, match="the server ends"):
         ends.submit()
 
@@ -201,7 +205,7 @@ def test_a_link_that_is_closed_fails_what_is_open_and_says_goodbye(ends: Ends) -
     answer = ends.submit()
     ends.link.close()
     assert answer.told == [("The model is being unloaded.", False)]
-    assert ends.hear(protocol.Goodbye) == protocol.Goodbye(os.getpid())
+    assert ends.hear(protocol.Goodbye) == protocol.Goodbye(os.getpid(), said=True)
     ends.link.cancel(answer.handle)  # these do nothing
     ends.link.refuse("late")
 

@@ -23,9 +23,9 @@ from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.launch import keeper as keeping
 from flashinfer_backend.launch.keeper import KeptEngine
 from flashinfer_backend.serving.engines import Engines
-from flashinfer_backend.transport import records, rundir
+from flashinfer_backend.transport import records, restarts, rundir
 from flashinfer_backend.transport.keeper_handle import EngineStartError, KeeperHandle
-from flashinfer_backend.transport.peers import PeerSocket
+from flashinfer_backend.transport.peers import PeerSocket, tell_all
 from flashinfer_backend.transport.protocol import SOCKET
 from flashinfer_backend.transport.records import EngineRecord, read_engine, read_keeper, stop
 from flashinfer_backend.transport.restarts import LONGEST_DELAY_S, STABLE_AFTER_S, Restarts
@@ -207,6 +207,37 @@ def test_the_engine_is_given_time_to_end(
     assert (f"{name} did not end within 0.3 s; it got SIGKILL\n" in said) is not ends_well
 
 
+def test_what_does_not_end_in_time_is_killed() -> None:
+    started = [subprocess.Popen([sys.executable, "-c", each], stdout=-1) for each in (ENDLESS, STUBBORN)]
+    asked = []
+    for process in started:
+        assert process.stdout is not None and process.stdout.readline() == b"up\n"
+        asked.append(records.ProcessRecord(process.pid, rundir.start_ticks(process.pid) or 0))
+    assert stop(*asked, within_s=1.0) == asked[1:]
+    assert [process.wait() for process in started] == [-signal.SIGTERM, -signal.SIGKILL]
+    assert stop(*asked, within_s=TIMEOUT_S) == []
+    for process in started:
+        process.communicate()
+
+
+def test_a_process_that_is_stopped_for_long_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For longer each time that it goes on meanwhile."""
+    monkeypatch.setattr(restarts, "STOPPED_S", 0.5)
+    stopped = restarts.Stopped()
+    with subprocess.Popen(["sleep", "60"]) as process:
+        ticks = rundir.start_ticks(process.pid)
+        for _ in range(2):
+            process.send_signal(signal.SIGSTOP)
+            wait_for(lambda: rundir.is_stopped(process.pid))
+            assert not stopped.for_long(process.pid, ticks) and not stopped.for_long(process.pid, 1)
+            began = time.monotonic()
+            wait_for(lambda: stopped.for_long(process.pid, ticks))
+            assert time.monotonic() - began > 0.4
+            process.send_signal(signal.SIGCONT)
+            wait_for(lambda: not stopped.for_long(process.pid, ticks))
+        process.kill()
+
+
 def test_a_process_has_not_ended_while_threads_of_it_are_left() -> None:
     """Its first thread has; one that frees a device's memory takes longer."""
     script = (
@@ -286,7 +317,7 @@ def test_a_model_has_one_keeper_which_goes_with_the_last_stub(run_dir: Path) -> 
     assert read_keeper(run_dir) == keeper and keeper is not None and keeper.alive and engine.alive
     assert "--stay" not in psutil.Process(keeper.pid).cmdline()  # should the stub be killed
     stub.leave()
-    assert not keeper.alive and not engine.alive and not run_dir.exists()
+    assert not keeper.alive and not engine.alive and not run_dir.parent.exists()
 
 
 def test_engines_that_stay_outlive_the_last_stub_and_end_with_their_owner(run_dir: Path) -> None:
@@ -380,6 +411,7 @@ def test_a_run_directory_is_no_longer_than_a_sockets_address_allows() -> None:
 def test_servers_that_start_while_others_end_get_their_run_directories(tmp_path: Path) -> None:
     """Whoever ends last removes the user's folder, at any moment of another one's start."""
     errors: list[BaseException] = []
+    descriptors = len(os.listdir("/proc/self/fd"))
 
     def come_and_go(run_dir: Path, until: float) -> None:
         while time.monotonic() < until and not errors:
@@ -403,6 +435,7 @@ def test_servers_that_start_while_others_end_get_their_run_directories(tmp_path:
     finally:
         sys.setswitchinterval(interval)
     assert not errors, errors
+    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 def test_a_disk_without_room_for_what_processes_share_is_told_with_the_file(
@@ -446,6 +479,8 @@ def test_a_stub_that_takes_no_messages_keeps_none_from_the_others(tmp_path: Path
         with pytest.raises(TimeoutError, match=r"process \d and \d and \d and \d of the model takes no"):
             peers.tell_all(b"Stwo")
         assert peers.receive() == [b"Stwo"]
+        tell_all(tmp_path, b"Fend")
+        assert peers.receive() == [b"Fend"]
     finally:
         peers.close()
         for each in deaf:

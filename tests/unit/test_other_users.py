@@ -40,7 +40,7 @@ def test_only_regular_files_of_this_user_in_shared_memory_are_touched(
         (shm / "x_others").write_text("text")
         (shm / "x_others").chmod(0o644)
         os.chown(shm / "x_others", OTHER, OTHER)
-    names = stub_processes.regions_of("x_")
+    names, descriptors = stub_processes.regions_of("x_"), len(os.listdir("/proc/self/fd"))
     left = sorted(set(names) - {"x_own"})
     assert "another" not in names and len(left) >= 4
     stub_processes.close_regions(names)
@@ -48,6 +48,7 @@ def test_only_regular_files_of_this_user_in_shared_memory_are_touched(
     stub_processes.remove_regions([*names, "../precious", "x_gone"])
     assert sorted(path.name for path in shm.iterdir()) == ["another", *left]
     assert (mode(precious), mode(tmp_path / "linked")) == (0o644, 0o644)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
     said = capfd.readouterr().err
     assert [said.count(f"{shm / name} is left as it is") for name in (*left, "x_own")] == [1] * len(left) + [
         0
@@ -89,6 +90,18 @@ def test_a_folder_that_others_prepared_is_refused(tmp_path: Path) -> None:
     (target / "beat-4194305").touch()
     rundir.forget_processes([prepared[0] / "4194305-processes"])
     assert mode(target) == 0o755 and len(list(target.iterdir())) == 2
+
+
+def test_run_directories_are_for_this_user_alone(tmp_path: Path) -> None:
+    run_dir, before = tmp_path / "user" / "1-llm", os.umask(0)
+    try:
+        with rundir.locked(run_dir):
+            rundir.shared_array(run_dir / "shared", "i8", (2,))
+    finally:
+        os.umask(before)
+    folders, files = (run_dir.parent, run_dir, run_dir / "stubs"), (run_dir / "lock", run_dir / "shared")
+    assert [mode(path) for path in (*folders, *files)] == [0o700] * 3 + [0o600] * 2
+    assert files[1].stat().st_size == 16
 
 
 def test_what_killed_servers_leave_in_tmp_is_removed_and_nothing_else(

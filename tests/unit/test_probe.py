@@ -88,6 +88,8 @@ def outcomes(port: int) -> set[str]:
             urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/health/ready", timeout=0.2)
         except urllib.error.HTTPError as error:
             assert error.code == 503 and json.loads(error.read()) == {"error": RESTARTING}
+            told = [error.headers[name] for name in ("Retry-After", "Content-Type", "Connection")]
+            assert told == ["1", "application/json", "close"]
             found.add("maintenance")
         except OSError:
             found.add("other")

@@ -324,7 +324,12 @@ def test_ports_that_cannot_be_used_are_named():
             addresses.AddressError, match=rf"gRPC port {port} on 127[.]0[.]0[.]1 .*in use; end what"
         ):
             addresses.check_ports(addresses.resolve("127.0.0.1"), {"gRPC port": port})
-    with pytest.raises(addresses.AddressError, match=r"HTTP port 70000 .*1 to 65535"):
+        addresses.check_ports(addresses.resolve("::1"), {"gRPC port": port})  # another place
+        client = socket.create_connection(("127.0.0.1", port))
+        taken.accept()[0].close()
+        client.close()
+    addresses.check_ports(addresses.resolve("127.0.0.1"), {"gRPC port": port})  # though a connection lingers
+    with pytest.raises(addresses.AddressError, match=r"HTTP port 70000 .*1 to 65535$"):
         addresses.check_ports(addresses.resolve("127.0.0.1"), {"HTTP port": 70000})
     with pytest.raises(addresses.AddressError, match=r"HTTP port is 0: name one of 1 to 65535"):
         addresses.check_ports(addresses.resolve("127.0.0.1"), {"HTTP port": 0})

@@ -58,7 +58,8 @@ def start(shm: Path, tmp_path: Path) -> Iterator[Start]:
 def test_memory_of_a_stub_that_ends_by_itself_is_removed(shm: Path, start: Start) -> None:
     start("ends", SERVER, "sleep 1")
     start("others", OTHER, ENDLESS)
-    (shm / "gone").touch()
+    (shm / "gone").write_bytes(b"memory")
+    assert stub_processes.Stub(SERVER, str(SERVER), "gone").memory_bytes() == 6
     stub_processes.end_orphans(SERVER, [stub_processes.Stub(SERVER, str(SERVER), "gone")])
     assert [path.name for path in shm.iterdir()] == ["others"]
 
