@@ -637,15 +637,13 @@ class Scheduler:
             tokens = table.tokens[slot, :valid]
             request.block_keys += self.kv_manager.prefix_keys(tokens, len(request.block_keys), parent)
             self._register(request, valid // self.config.tokens_per_block)
-        if (pool := self.kv_manager.snapshots) is not None:
-            if request.snapshot:
-                blocks = request.snapshot_tokens // self.config.tokens_per_block
-                if blocks <= len(request.block_keys):  # else a step in flight writes it
-                    pool.register(request.snapshot, request.block_keys[blocks - 1])
-                    self._named.append((pool, request.snapshot))
-                pool.release([request.snapshot])
-                request.snapshot = 0
-            self._news.restored = [pair for pair in self._news.restored if pair[0] != slot]
+        if (pool := self.kv_manager.snapshots) is not None and request.snapshot:
+            blocks = request.snapshot_tokens // self.config.tokens_per_block
+            if blocks <= len(request.block_keys):  # else a step in flight writes it
+                pool.register(request.snapshot, request.block_keys[blocks - 1])
+                self._named.append((pool, request.snapshot))
+            pool.release([request.snapshot])
+            request.snapshot = 0
         self.kv_manager.release(request)
         self.reserved_blocks -= request.reserved_blocks
         request.reserved_blocks = 0

@@ -27,7 +27,7 @@ class SlotTable:
         self.planned_outputs = np.zeros(slots, np.int32)  # outputs that planned steps will have made
         self.max_new = np.zeros(slots, np.int32)
         self.min_tokens = np.zeros(slots, np.int32)
-        self.end_id = np.full(slots, -1, np.int32)
+        self.end_id = np.zeros(slots, np.int32)
         self.any_end = np.zeros(slots, bool)  # each of end_ids ends it
         self.temperature = np.zeros(slots, np.float32)
         self.seed = np.zeros(slots, np.uint64)
@@ -37,7 +37,7 @@ class SlotTable:
         self.stateful = np.zeros(slots, bool)  # its sampling has a state
         self.stops = np.zeros(slots, bool)  # has token-level stop sequences
         self.takes_drafts = np.zeros(slots, bool)
-        self.adapter = np.full(slots, -1, np.int32)
+        self.adapter = np.zeros(slots, np.int32)
         self._free = list(range(slots - 1, -1, -1))
 
     @property
