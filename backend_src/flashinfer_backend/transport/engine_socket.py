@@ -133,10 +133,9 @@ class EngineSocket:
         self._send(profiled.handle >> 32, [protocol.PROFILED, protocol.encode(profiled)])
 
     def send_status(self, status: protocol.Status) -> None:
-        if self._watching:
-            body = protocol.encode(status)
-            for pid in list(self._watching):
-                self._send(pid, [protocol.STATUS, body])
+        body = protocol.encode(status)
+        for pid in self._watching:
+            self._send(pid, [protocol.STATUS, body])
 
     def _send(self, pid: int, parts: Sequence[bytes | memoryview]) -> None:
         identity = self._identity.get(pid)
