@@ -56,6 +56,20 @@ def test_the_newest_chunk_counts_in_whatever_order_they_are_seen(table, marker):
     assert newest == [100, 300, 300, 400]
 
 
+def test_tables_are_looked_for_anew_now_and_then(tmp_path, table, marker, monkeypatch):
+    monkeypatch.setattr(delivery_marks, "LOOK_AGAIN_NS", 10**12)
+    handle, late = make_handle(PID, 7), make_handle(PID + 1, 7)
+    for each in (handle, late):
+        marker.mark(each, 1)
+    mapped, other = marker._times[PID], DeliveryMarks(tmp_path, PID + 1)
+    for each in (handle, late):
+        marker.mark(each, 2)
+    assert marker._times[PID] is mapped and other.last(late) == 0
+    marker._look_again = 0
+    marker.mark(late, 3)
+    assert other.newest(late) == 3
+
+
 def test_a_stub_without_a_table_is_not_marked(tmp_path, marker):
     marker.mark(make_handle(PID + 5, 1), 1)
     marker.mark(0, 0)

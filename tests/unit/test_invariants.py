@@ -140,6 +140,10 @@ def test_no_more_than_the_drafts_of_steps_in_flight_are_unread() -> None:
     checker.check(1)
     with pytest.raises(BrokenInvariantError, match="read, with 0 steps in flight"):
         checker.check(0)
+    table, slot = made["table"], made["stream"].slot
+    table.num_blocks[slot] = (table.computed[slot] + 2 * 3) // 4 + 2
+    with pytest.raises(BrokenInvariantError, match=r"request \d+: \d+ of \d+ blocks"):
+        checker.check(1)
 
 
 @pytest.mark.parametrize(

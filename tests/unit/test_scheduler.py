@@ -408,6 +408,7 @@ def test_a_plan_says_how_its_rows_are_sampled():
     slot, epoch = asked[1].slot, int(result.table.epoch[asked[1].slot])
     new = NewSequence(2, slot, epoch, penalised, prompt_len=5, tokens=prompt.astype("<i4").tobytes())
     assert [plan.new for plan in plans] == [[new], [], []]
+    assert not any(len(plan.following) for plan in plans), "nothing drafts"
     result._preempt_newest()
     plan = result.schedule(in_flight=False)
     again = msgspec.structs.replace(
