@@ -559,7 +559,7 @@ class OpenAiFuzz:
             cuts = [0, *sorted(draw.rng.choices(range(len(text)), k=draw.rng.randrange(9))), len(text)]
             found = [event for a, b in itertools.pairwise(cuts) for event in reader.feed(text[a:b])]
             content, read = "", []
-            for kind, words, _ in merged(found + reader.finish()):
+            for kind, words, *_ in merged(found + reader.finish()):
                 if kind == CALL:
                     read.append((words, ""))
                 elif kind == ARGUMENTS:
@@ -613,6 +613,11 @@ class OpenAiFuzz:
         if name == "tools":
             function = {"name": rng.choice(["f", draw.text()]), "parameters": draw.json()}
             return [{"type": "function", "function": function if draw.chance(0.8) else draw.json()}]
+        if name == "tool_choice":
+            forms = {"function": {"name": "f"}}, {"name": "f"}, {draw.text(): draw.json()}
+            return rng.choice(["auto", "required", {"type": "function", **rng.choice(forms)}, draw.json()])
+        if name == "include":
+            return [rng.choice(["message.output_text.logprobs", "reasoning.encrypted_content", draw.text()])]
         words = str(hint)
         if "bool" in words:
             return draw.chance(0.5)

@@ -205,6 +205,8 @@ class OtherRanks:
         if not self._lost:
             self._end_in_order(settle)
         self.kill()
+        for loads in self._loads.values():
+            loads.lose()
         for other in self._sockets.values():
             other.close()
 
@@ -239,8 +241,6 @@ class OtherRanks:
         """End the other ranks at once, and wait up to KILLED_S until their devices are free. For any thread,
         also while another one closes them."""
         self._closed = True
-        for loads in self._loads.values():
-            loads.lose()
         for process in self._processes.values():
             process.kill()
         deadline = time.monotonic() + KILLED_S
