@@ -6,6 +6,7 @@ import pytest
 
 from flashinfer_backend.core.draft_counts import SIZES, STEP_TOKENS, draft_counts, drafted_shapes
 from flashinfer_backend.scheduler.draft_pace import (
+    LEAST_HOPED,
     RAREST,
     TRIES,
     WORTH,
@@ -148,6 +149,7 @@ def test_a_new_sequence_is_hoped_of_what_others_had() -> None:
     good, bad = DraftPace(4, 3, DENSE), DraftPace(4, 3, DENSE)
     run(good, np.arange(1), 0.9, 500)
     run(bad, np.arange(1), 0.0, 20000)
+    assert bad._usual < LEAST_HOPED < good._usual < 1
     wasted = []
     for pace in (good, bad):
         pace.begin(2)
