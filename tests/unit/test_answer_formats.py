@@ -19,7 +19,7 @@ from flashinfer_backend.openai.formats.events import (
     Reader,
     merged,
 )
-from flashinfer_backend.openai.formats.reasoning import is_opened
+from flashinfer_backend.openai.formats.reasoning import ThinkReader, is_opened
 
 SCHEMAS: dict[str, Any] = {
     "weather": {
@@ -416,3 +416,25 @@ def test_a_prompt_opens_the_reasoning(answer: str, opened: bool) -> None:
     asked = "What is <think>?"
     assert is_opened(f"user {asked} assistant {answer}", asked) == opened
     assert is_opened(f"<think>{asked}</s>{answer}", asked) == opened
+
+
+def test_reasoning_that_mentions_a_call_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it is held back: each token would take as long as all tokens before it."""
+    searched = []
+    find = ThinkReader._call
+    monkeypatch.setattr(ThinkReader, "_call", lambda reader: searched.append(1) or find(reader))
+    reader = maker("hermes", "think", inside=True)()
+    text = "I call <tool_call>" + "<no" * 100 + "</thin"
+    events = [event for char in text for event in reader.feed(char)]
+    assert merged(events) == [Event(REASONING, "I call")] and len(searched) <= len("I call <tool_call>")
+    events = [event for char in "k> Hi" for event in reader.feed(char)]
+    assert merged(events) == [Event(REASONING, text[6:-6]), Event(CONTENT, "Hi")]
+
+
+@pytest.mark.parametrize("rest", ["Hi", '{"name": "x"}', "<|python_tag|>Hi", ""])
+def test_many_blanks_before_an_answer_are_looked_at_once(rest: str) -> None:
+    reader = calls.Llama3Reader(SCHEMAS)
+    events = [event for _ in range(50) for event in reader.feed("\n ")]
+    assert not events and not reader._text
+    events += [event for char in rest for event in reader.feed(char)] + reader.finish()
+    assert merged(events) == [Event(CONTENT, "\n " * 50 + rest)]

@@ -254,14 +254,18 @@ class Llama3Reader:
             begin = self._text.lstrip(" \t\r\n" if self._state == "begin" else " \t\r\n;")
             if self._state in ("begin", "between"):
                 if begin.startswith(self.mark) and self._state == "begin":
-                    self._prefix = self._text[: -len(begin)] + self.mark
+                    self._prefix += self._text[: -len(begin)] + self.mark
                     self._text, self._state = begin[len(self.mark) :], "marked"
                 elif begin.startswith("{"):
                     self._begin_call(begin)
-                elif not begin or (self._state == "begin" and self.mark.startswith(begin)):
+                elif not begin:  # they may be many, and are looked at once
+                    self._prefix += self._text if self._state == "begin" else ""
+                    self._text = ""
+                    return events
+                elif self._state == "begin" and self.mark.startswith(begin):
                     return events
                 else:
-                    self._to_content(events, self._text if self._state == "begin" else begin)
+                    self._to_content(events, self._prefix + self._text if self._state == "begin" else begin)
             elif self._state == "marked":
                 if not begin:
                     return events

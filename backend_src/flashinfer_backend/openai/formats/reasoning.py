@@ -18,6 +18,8 @@ class ThinkReader:
         self._rest, self._marks = rest, marks
         self._state = "opened" if inside else "before"
         self._text = ""  # held back
+        self._called = False  # it begins with a call's mark, or with blanks in front of one
+        self._seen = 0  # characters of it in which the reasoning's end does not begin
 
     def feed(self, text: str) -> list[Event]:
         if self._state == "rest":
@@ -35,16 +37,14 @@ class ThinkReader:
             if self._text:
                 self._state = "inside"
         if self._state == "inside":
-            reasoning, close, after = self._text.partition(CLOSE)
-            if close:
-                events.append(Event(REASONING, reasoning.rstrip()))
-                self._state, self._text = "closed", after
+            end = self._text.find(CLOSE, self._seen)
+            if end >= 0:
+                events.append(Event(REASONING, self._text[:end].rstrip()))
+                self._state, self._text = "closed", self._text[end + len(CLOSE) :]
             else:
-                at = self._call()
-                marks = () if at < len(self._text) else (CLOSE, *self._marks)
-                safe, held = split_held(self._text[:at], *marks)
-                events.append(Event(REASONING, safe))
-                self._text = held + self._text[at:]
+                if not self._called:
+                    events.append(Event(REASONING, self._take_safe()))
+                self._seen = max(0, len(self._text) - len(CLOSE) + 1)
         if self._state == "closed":
             self._text = self._text.lstrip()
             if self._text:
@@ -62,6 +62,15 @@ class ThinkReader:
                 return [event for event in found if event.kind != CONTENT or event.text.strip()]
             return [Event(REASONING, self._text)]
         return events + self._rest.finish()
+
+    def _take_safe(self) -> str:
+        """Takes the text off up to a call's mark, or to what may begin one."""
+        at = self._call()
+        self._called = at < len(self._text)
+        marks = () if self._called else (CLOSE, *self._marks)
+        safe, held = split_held(self._text[:at], *marks)
+        self._text = held + self._text[at:]
+        return safe
 
     def _call(self) -> int:
         """Index of a call's mark in the text held back, or its length."""
