@@ -84,8 +84,9 @@ def bound(weight: Weight, tokens: int) -> float:
     """Of the relative difference of two products of the same x: fast sums over up to 14336 columns, for which
     test_times prints what they and exact ones come to; and two roundings to e4m3, where the product quantises
     x by chunks."""
-    tiling = tilings.choose(weight.role, tokens, weight.data)
-    chunks = weight.format.name == "fp8_token" and tiling is not None and tiling.quantise
+    blocks = weight.format.name == "fp8_block"
+    tiling = tilings.choose(weight.role, tokens, weight.data, blocks)
+    chunks = weight.format.name != "fp8_static" and tiling is not None and tiling.quantise
     return 6e-2 if chunks else 2e-2
 
 
@@ -104,7 +105,7 @@ def blocks_by_cublas(fewest: int = 1) -> AbstractContextManager[None]:
 
 def with_blocks(tiles: dict[str, tuple[Entry[BlockTile], ...]]) -> Tuned:
     """The device's numbers with other tiles of blocks for some roles."""
-    return replace(device.active(), blocks_fp8=device.active().blocks_fp8 | tiles)
+    return replace(device.active(), linear_blocks={}, blocks_fp8=device.active().blocks_fp8 | tiles)
 
 
 def make_uneven_blocks(role: str, shape: tuple[int, int]) -> Weight:

@@ -13,8 +13,8 @@ from flashinfer_backend.core.tuned import Tiling
 from flashinfer_backend.ops import fp8
 
 ROWS, INNER = 128, 512
-# Where x is quantised, or weights in 16 bits; tokens, tile, rows, inner, split, swap, gated, norm, bias,
-# residual.
+# Where x is quantised, with a weight's scales by row or by 128x128 blocks; or weights in 16 bits. Tokens,
+# tile, rows, inner, split, swap, gated, norm, bias, residual.
 CASES = [
     ("inside", 1, 1, 64, 128, 1, True, False, True, True, False),
     ("inside", 1, 1, 64, 128, 2, True, False, True, False, False),
@@ -30,14 +30,22 @@ CASES = [
     ("inside", 20, 16, 64, 128, 2, False, False, True, True, True),
     ("before", 1, 1, 64, 128, 2, True, False, False, False, True),
     ("before", 7, 16, 64, 128, 1, True, True, False, False, False),
+    ("blocks inside", 1, 1, 64, 128, 2, True, False, True, True, True),
+    ("blocks inside", 1, 1, 128, 128, 1, True, True, True, False, False),
+    ("blocks inside", 7, 16, 64, 128, 4, False, False, False, False, True),
+    ("blocks inside", 20, 16, 64, 128, 1, True, True, True, False, False),
+    ("blocks before", 1, 1, 64, 128, 2, True, False, False, False, True),
+    ("blocks before", 7, 16, 32, 128, 1, True, True, False, False, False),
+    ("blocks before", 20, 16, 64, 128, 4, False, False, False, True, True),
     ("dense", 1, 1, 64, 128, 1, True, True, True, False, False),
     ("dense", 7, 16, 64, 128, 2, True, False, True, True, False),
 ]
 
 
 def run_case(kind, tokens, tile, rows, inner, split, swap, gated, norm, bias, residual) -> None:
-    tiling = Tiling(tile, rows, inner, split, stages=2, swap=swap, quantise=kind == "inside")
-    run(kind, tokens, tiling, ROWS, INNER, gated, norm, bias, residual)
+    tiling = Tiling(tile, rows, inner, split, stages=2, swap=swap, quantise=kind.endswith("inside"))
+    rows = 2 * ROWS if kind.startswith("blocks") else ROWS
+    run(kind, tokens, tiling, rows, INNER, gated, norm, bias, residual)
 
 
 def every_tiling() -> list[tuple[str, str, Tiling]]:
@@ -45,10 +53,12 @@ def every_tiling() -> list[tuple[str, str, Tiling]]:
     chosen = {}
     for path in sorted(tuned.FOLDER.glob("*.json")):
         numbers = tuned.read(path)
-        for fp8_weight, table in ((False, numbers.linear), (True, numbers.linear_fp8)):
+        tables = {"dense": numbers.linear, "": numbers.linear_fp8, "blocks ": numbers.linear_blocks}
+        for weights, table in tables.items():
             for role, entries in table.items():
                 for tiling in (tiling for entry in entries for _, tiling in entry.steps if tiling):
-                    kind = ("inside" if tiling.quantise else "before") if fp8_weight else "dense"
+                    quantised = "inside" if tiling.quantise else "before"
+                    kind = weights if weights == "dense" else weights + quantised
                     tiling = replace(tiling, stages=2, warps=4, prefetch=0, early=True)
                     chosen[kind, role, tiling] = None
     return list(chosen)
@@ -57,23 +67,34 @@ def every_tiling() -> list[tuple[str, str, Tiling]]:
 def run_tiling(kind: str, role: str, tiling: Tiling) -> None:
     """Two tiles of rows, two of tokens that the last ones do not fill, and two of `inner` for each part."""
     gated, tokens = role == "gate_up", 2 * tiling.tokens - tiling.tokens // 3
-    norm = role in ("qkv", "gate_up", "head") and tiling.fuse_norm and kind != "before"
+    norm = role in ("qkv", "gate_up", "head") and tiling.fuse_norm and not kind.endswith("before")
     rows, inner = 2 * tiling.rows // (1 + gated), 2 * tiling.inner * tiling.split
+    if kind.startswith("blocks"):
+        rows = 256 // (1 + gated)  # two blocks of rows
     run(kind, tokens, tiling, rows, inner, gated, norm, False, role in ("o", "down"))
 
 
 def run(kind, tokens, tiling, rows, inner, gated, norm, bias, residual) -> None:
     """x [tokens, inner] by a weight of so many rows, or of twice as many where it is gated."""
+    from flashinfer_backend.ops import triton_fp8
     from flashinfer_backend.ops.triton_linear import linear
 
     torch.manual_seed(0)
     assert tiling.fits((2 * rows if gated else rows, inner), gated, tokens)
     dtype = torch.float16 if kind == "dense" else torch.bfloat16  # the interpreter multiplies no bfloat16
     weight = torch.randn(2 * rows if gated else rows, inner) * inner**-0.5
+    blocks, before = kind.startswith("blocks"), kind.endswith("before")
     if kind == "dense":
-        weight, scale = weight.to(dtype), torch.ones(len(weight), 1)
+        weight = weight.to(dtype)
+        scale = own = torch.ones(len(weight), 1)
+    elif blocks:
+        spread = torch.logspace(-1, 0, inner) * torch.logspace(-1, 0, len(weight))[:, None]
+        weight, found = fp8.quantise_blocks(weight * spread)
+        own = fp8.empty_block_scales(tuple(weight.shape), "cpu").copy_(found)
+        scale = fp8.spread(own, inner, len(weight))
     else:
         weight, scale = fp8.quantise_rows(weight)
+        own = scale[:, 0].contiguous()
     largest = 0 if kind == "dense" and not norm else 2  # gate times up should stay below float16's limit
     x = (torch.randn(tokens, inner) * torch.logspace(0, largest, tokens)[:, None]).to(dtype)
     x[-1, 5] = 40 * x[-1].abs().max()  # far beyond the others
@@ -96,22 +117,24 @@ def run(kind, tokens, tiling, rows, inner, gated, norm, bias, residual) -> None:
     exact = finished(wide @ matrix)
     elements, scales = fp8.quantise_rows(wide.bfloat16())  # of the norm
     by_row = exact if kind == "dense" else finished((elements.double() * scales) @ matrix)
-    x_scales = scales if kind == "before" else None
+    if blocks and before:
+        elements, scales = triton_fp8.quantise_groups(wide.bfloat16(), native=False)
     found = linear(
-        elements if kind == "before" else x,
+        elements[:tokens] if before else x,
         weight,
         tiling,
-        None if kind == "before" else norm_weight,
+        None if before else norm_weight,
         1e-5,
         gated=gated,
-        scales=None if kind == "dense" else (x_scales, scale[:, 0].contiguous()),
+        scales=None if kind == "dense" else (scales if before else None, own),
         native=False,
         **beside,
     )
     assert found.dtype == dtype
     error, allowed = ((each.double() - exact).norm(dim=1) / exact.norm(dim=1) for each in (found, by_row))
     # A row's own scale is the same or a coarser one; rounding goes either way, and bfloat16 adds to it.
-    assert (error < 1.3 * allowed + 4e-3).all(), f"{tiling}: {error.tolist()}, by row {allowed.tolist()}"
+    times = 2 if blocks else 1.3  # few columns count where blocks are of several sizes
+    assert (error < times * allowed + 4e-3).all(), f"{tiling}: {error.tolist()}, by row {allowed.tolist()}"
 
 
 def exact_conversions() -> None:

@@ -39,7 +39,7 @@ SHAPES: dict[Role, tuned.Shape] = {product.role: product.shape for product in LL
 CUBLAS: dict[Role, float] = {"qkv": 16.0, "o": 13.2, "gate_up": 66.4, "down": 31.7, "head": 250.0}
 SIZES: c.Sizes = {
     "linear": (8, 64, 256), "linear_fp8": (8, 64, 256), "blocks_fp8": (16, 64, 1024), "int4": (8, 64),
-    "cublas": (64, 80, 208), "experts": (16, 256),
+    "cublas": (64, 80, 208), "experts": (16, 256), "linear_blocks": (1, 8),
 }  # fmt: skip
 
 
@@ -86,7 +86,9 @@ def run(
     sizes = SIZES | options.pop("sizes", {})
     plan = s.Plan(**({"rounds": 3, "gated": c.kind_of_gated(spec)} | options))
     found = c.of_model(spec, sizes, base, gated=plan.gated is not None)
-    assert {case.table for case in found} <= {"linear", "cublas", bench.table}
+    both = {"linear_blocks", "blocks_fp8"}
+    others = both if bench.table in both else {bench.table}
+    assert {case.table for case in found} <= {"linear", "cublas"} | others
     return s.search(base, found, bench, plan, (lines if lines is not None else []).append)
 
 
@@ -94,8 +96,8 @@ def of_kind(table: str, times: dict[tuple[Any, ...], float]) -> tuple[Recorded, 
     """The same for a model whose layers have another format."""
     bench = Recorded(times)
     bench.table = table
-    formats = {"linear_fp8": LLAMA.quantised_on_load, "blocks_fp8": lambda: LLAMA.with_format("fp8_block")}
-    return bench, formats[table]()
+    spec = LLAMA.quantised_on_load() if table == "linear_fp8" else LLAMA.with_format("fp8_block")
+    return bench, spec
 
 
 def steps_of(numbers: Tuned, role: Role, table: str = "linear") -> dict[int | None, Any]:
@@ -132,7 +134,7 @@ def test_products_in_fp8_have_tilings_of_their_own():
         assert tiling.fits(SHAPES[role], role == "gate_up", 8) and (tiling.fuse_norm or role == "head")
         assert tiling.split == 1 or role != "gate_up"
     assert {tiling.quantise for role, tiling in bench.asked if role == "down"} == {False, True}
-    assert not c.possible(best, "o", SHAPES["o"], 64, fp8=True)
+    assert not c.possible(best, "o", SHAPES["o"], 64, "linear_fp8")
 
 
 def test_one_token_in_fp8_has_a_tile_of_its_own():
@@ -140,6 +142,16 @@ def test_one_token_in_fp8_has_a_tile_of_its_own():
     bench, spec = of_kind("linear_fp8", {("down", alone): 20.0})
     found = run(bench, spec=spec, sizes={"linear_fp8": (1, 8)})
     assert steps_of(found, "down", "linear_fp8") == {1: alone, 8: None}
+
+
+def test_few_tokens_have_tilings_with_blocks_too():
+    """Their inner columns are those of a block. The search begins with what scales by row take."""
+    alone, next_to_it = (Tiling(1, 64, 128, 4, stages, quantise=True) for stages in (3, 2))
+    bench, spec = of_kind("linear_blocks", {("down", alone): 20.0, ("down", next_to_it): 19.0})
+    found = run(bench, spec=spec, sizes={"blocks_fp8": ()})
+    assert steps_of(found, "down", "linear_blocks") == {1: next_to_it, 8: None}
+    assert found.blocks_fp8 == tuned.fallback().blocks_fp8
+    assert {tiling.inner for role, tiling in bench.asked if role != "head"} == {128}
 
 
 def test_blocks_have_tiles_by_role_and_tokens():
@@ -150,7 +162,7 @@ def test_blocks_have_tiles_by_role_and_tokens():
     )
     bench.times |= {(role, None, tokens): math.inf for role in tuned.ROLES[:4] for tokens in (16, 1024)}
     bench.times |= {(role, None, 64): math.inf for role in ("qkv", "gate_up", "down")}
-    found = run(bench, spec=spec)
+    found = run(bench, spec=spec, sizes={"linear_blocks": ()})
     assert find(found.blocks_fp8, "down", 16) == split
     assert (
         find(found.blocks_fp8, "gate_up", 9999) == wide and find(found.blocks_fp8, "gate_up", 16).tile == 16
@@ -159,7 +171,7 @@ def test_blocks_have_tiles_by_role_and_tokens():
     assert None not in c.block_tiles(SHAPES["o"], 16, 16) and None in c.block_tiles(SHAPES["o"], 64, 16)
     changed = s.changes(tuned.fallback(), found, c.of_model(spec, SIZES, found, gated=True))
     assert any(
-        line.startswith("down [4096, 14336], 1..16 tokens: (16, 64, 1, 4, 4) -> (16, 64, 4")
+        line.startswith("down [4096, 14336], blocks, 1..16 tokens: (16, 64, 1, 4, 4) -> (16, 64, 4")
         for line in changed
     )
 
@@ -351,8 +363,6 @@ def test_chosen_sizes_leave_the_gated_kernel_alone():
     [
         (["--tokens", "32,16"], "32,16: the numbers should rise"),
         (["--tokens", "0"], "should be a whole number from 1"),
-        (["--fp8-blocks", "--tokens", "16"],
-         r"is for weights without scales of 128x128 blocks; leave it out"),
         (["--decode-attention", "e4m3", "--tokens", "16"], r"--tokens is for products of whole weights"),
         (["--layers", "9"], r"--layers 9: the model has 2"),
         (["--tensor-parallel-size", "8"], "tensor_parallel_size=8 should divide num_attention_heads"),

@@ -2,13 +2,13 @@
 """Products with weights in FP8 on Hopper: x in bfloat16 is quantised as the weight's format says, then
 multiplied by Triton kernels, cuBLAS or, gate and up for many tokens, a CUDA kernel (gated_linear.py).
 
-Few tokens, with a scale for each row of the weight, take triton_linear where tilings.py has an entry: scales
-and what follows the product are part of it, and what comes before, norm and quantising, if the tiling says
-so. Else cuBLAS multiplies elements without scales, and those are
-applied with what follows the product anyway: residual, activation. Its own scales of tokens and rows were no
-faster than bfloat16 for few tokens, and save a pass over the result for many where nothing follows (measured:
-docs/formats.md). Weights with blocks have a Triton kernel of their own, and from as many tokens on as the
-device's file says, cuBLAS applies scales of groups and blocks.
+Few tokens take triton_linear where tilings.py has an entry: scales and what follows the product are part of
+it, and what comes before, norm and quantising, if the tiling says so. Else, with a scale for each row of the
+weight, cuBLAS multiplies elements without scales, and those are applied with what follows the product anyway:
+residual, activation. Its own scales of tokens and rows were no faster than bfloat16 for few tokens, and save
+a pass over the result for many where nothing follows (measured: docs/formats.md). Weights with blocks have a
+Triton kernel of their own, and from as many tokens on as the device's file says, cuBLAS applies scales of
+groups and blocks.
 
 No call waits for the device or depends on values there, so all of it can be captured.
 """
@@ -45,10 +45,7 @@ def product(
     format's product.
     """
     format = weight.format
-    if isinstance(format, Fp8Block):
-        result = _by_blocks(x, weight, norm)
-        plain = bias is None and residual is None and not gated and result.dim() == 2
-        return result if plain else triton_fp8.finish(result, None, None, bias, residual, gated)
+    by_blocks = isinstance(format, Fp8Block)
     parts = format.parts(weight) if isinstance(format, Fp8Static) else [(slice(None), None)]
     if len(parts) > 1:  # x is quantised for each
         if norm:
@@ -57,14 +54,22 @@ def product(
             x = flashinfer.rmsnorm(x, *norm, enable_pdl=True)
         results = [_scaled(x, weight, *part) for part in parts]
         return triton_fp8.finish(torch.cat(results, dim=-1), None, None, bias, residual, gated)
-    tiling = choose(weight.role, len(x), weight.data)
+    tiling = choose(weight.role, len(x), weight.data, by_blocks)
     if tiling is not None and tiling.quantise and parts[0][1] is None:
         return linear(
             x, weight.data, tiling, norm.weight if norm else None, norm.eps if norm else 0.0, bias=bias,
             residual=residual, gated=gated, scales=(None, weight.scale),
         )  # fmt: skip
-    elements, scales = triton_fp8.quantise_rows(x, parts[0][1], norm)
-    alone = bias is None and residual is None  # the kernel adds neither
+    if by_blocks:
+        elements, scales = triton_fp8.quantise_groups(x, norm)
+        if tiling is None:
+            result = _by_blocks(elements, scales, weight, len(x))
+            plain = bias is None and residual is None and not gated and result.dim() == 2
+            return result if plain else triton_fp8.finish(result, None, None, bias, residual, gated)
+        elements = elements[: len(x)]
+    else:
+        elements, scales = triton_fp8.quantise_rows(x, parts[0][1], norm)
+    alone = bias is None and residual is None and not by_blocks  # the kernel adds neither
     if gated and alone and gated_linear.pays(len(x), fp8=True) and gated_linear.takes(weight.data):
         return gated_linear.gated_linear_scaled(elements, weight.data, scales, weight.scale)
     if tiling is None and residual is None and not gated and len(x) >= _scaled_by_cublas():
@@ -91,13 +96,12 @@ def product(
     )
 
 
-def _by_blocks(x: Tensor, weight: Weight, norm: Norm | None) -> Tensor:
-    """bfloat16 [T, N], or float32 parts of it [P, T, N]."""
-    elements, scales = triton_fp8.quantise_groups(x, norm)
-    tile = choose_blocks(weight.role, len(x), len(weight.data))
+def _by_blocks(elements: Tensor, scales: Tensor, weight: Weight, tokens: int) -> Tensor:
+    """As blocks_by_cublas, of the first `tokens` rows: bfloat16 [T, N], or float32 parts of it [P, T, N]."""
+    tile = choose_blocks(weight.role, tokens, len(weight.data))
     if tile is None:
-        return blocks_by_cublas(elements, scales, weight)[: len(x)]
-    return triton_fp8.block_product(elements, scales, weight.data, weight.scale, tile, len(x))
+        return blocks_by_cublas(elements, scales, weight)[:tokens]
+    return triton_fp8.block_product(elements, scales, weight.data, weight.scale, tile, tokens)
 
 
 def blocks_by_cublas(elements: Tensor, scales: Tensor, weight: Weight) -> Tensor:

@@ -18,14 +18,14 @@ MOST_UNTUNED = 128
 FEW = 4  # tokens, up to which a product with adapters is cut up as without
 
 
-def choose(role: Role, tokens: int, weight: Tensor) -> Tiling | None:
-    """The tiling for weight[N, K], or None where cuBLAS is faster or the shape does not fit. Of weights in
-    e4m3: with scales by row."""
-    by_rows = weight.dtype == fp8.E4M3
-    if tokens > _most_tokens(by_rows):
+def choose(role: Role, tokens: int, weight: Tensor, by_blocks: bool = False) -> Tiling | None:
+    """The tiling for weight[N, K], or None where another kernel is faster or the shape does not fit. Of
+    weights in e4m3: with scales by row, or by 128x128 blocks."""
+    table = "linear_blocks" if by_blocks else "linear_fp8" if weight.dtype == fp8.E4M3 else "linear"
+    if tokens > _most_tokens(table):
         return None
     rows, inner = weight.shape
-    return _choose(role, tokens, rows, inner, by_rows)
+    return _choose(role, tokens, rows, inner, table)
 
 
 def choose_adapted(role: Role, tokens: int, weight: Tensor) -> Tiling | None:
@@ -67,17 +67,16 @@ def choose_blocks(role: Role, tokens: int, rows: int) -> BlockTile | None:
 
 
 @device.cached
-def _most_tokens(by_rows: bool) -> float:
-    """Beyond, every product is cuBLAS's: then this is all that the question costs."""
-    table = device.active().linear_fp8 if by_rows else device.active().linear
-    limits = [limit for of_role in table.values() for entry in of_role for limit, _ in entry.steps]
+def _most_tokens(table: str) -> float:
+    """Beyond, every product is another kernel's: then this is all that the question costs."""
+    entries = getattr(device.active(), table).values()
+    limits = [limit for of_role in entries for entry in of_role for limit, _ in entry.steps]
     return max((math.inf if limit is None else limit for limit in limits), default=0)
 
 
 @device.cached
-def _choose(role: Role, tokens: int, rows: int, inner: int, by_rows: bool) -> Tiling | None:
-    table = device.active().linear_fp8 if by_rows else device.active().linear
-    tiling = find(table, role, tokens, (rows, inner))
+def _choose(role: Role, tokens: int, rows: int, inner: int, table: str) -> Tiling | None:
+    tiling = find(getattr(device.active(), table), role, tokens, (rows, inner))
     return tiling if tiling and tiling.fits((rows, inner), role == GATED, tokens) else None
 
 

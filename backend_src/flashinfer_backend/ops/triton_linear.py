@@ -54,10 +54,10 @@ def _quantise(x):
 
 
 @triton.jit
-def _add_product(acc, x, block, x_scale, SWAP: tl.constexpr, QUANTISE: tl.constexpr):
+def _add_product(acc, x, block, x_scale, SWAP: tl.constexpr, SCALED: tl.constexpr):
     # acc plus x[TOKENS, INNER] times block[ROWS, INNER]. With a scale for each row of x, which the next chunk
     # has others of, the sums of a chunk are apart.
-    if QUANTISE:
+    if SCALED:
         if SWAP:
             acc += tl.dot(block, x.T) * x_scale[None, :]
         else:
@@ -70,26 +70,27 @@ def _add_product(acc, x, block, x_scale, SWAP: tl.constexpr, QUANTISE: tl.conste
 
 
 @triton.jit(
-    do_not_specialize=["tokens", "shrinkers", "last"],
+    do_not_specialize=["tokens", "x_rows", "shrinkers", "last"],
     do_not_specialize_on_alignment=["places", "distinct"],
 )
 def _linear(
     x, x_blocks, weight, weight_blocks, norm_weight, x_scales, scales, bias, residual, out, partial, counters,
     inner, down_adapters, up_adapters, places, distinct, arrived, shrinkers, last, first_end, second_end,
-    tokens, rows, eps,
+    tokens, rows, x_rows, eps,
     K: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, SPLIT: tl.constexpr,
     NORM: tl.constexpr, GATED: tl.constexpr, SWAP: tl.constexpr, PREFETCH: tl.constexpr, EARLY: tl.constexpr,
-    STAGES: tl.constexpr, THREADS: tl.constexpr, QUANTISE: tl.constexpr, NATIVE: tl.constexpr,
-    PARTS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr, CHUNK: tl.constexpr,
-    DOWN_SHARE: tl.constexpr, DOWN_COLUMNS: tl.constexpr, DOWN_TOKENS: tl.constexpr,
-    DOWN_PREFETCH: tl.constexpr,
+    STAGES: tl.constexpr, THREADS: tl.constexpr, QUANTISE: tl.constexpr, APART: tl.constexpr,
+    NATIVE: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr,
+    CHUNK: tl.constexpr, DOWN_SHARE: tl.constexpr, DOWN_COLUMNS: tl.constexpr,
+    DOWN_TOKENS: tl.constexpr, DOWN_PREFETCH: tl.constexpr,
 ):  # fmt: skip
     if inner is None:
         _product(
             x, x_blocks, weight, weight_blocks, norm_weight, x_scales, scales, bias, residual, out, partial,
             counters, inner, up_adapters, places, distinct, arrived, shrinkers, last, first_end, second_end,
-            tokens, rows, eps, tl.program_id(0), tl.program_id(1), K, TOKENS, ROWS, INNER, SPLIT, NORM, GATED,
-            SWAP, PREFETCH, EARLY, STAGES, THREADS, QUANTISE, NATIVE, PARTS, RANK, SPLITS, STEP, CHUNK,
+            tokens, rows, x_rows, eps, tl.program_id(0), tl.program_id(1), K, TOKENS, ROWS, INNER, SPLIT,
+            NORM, GATED, SWAP, PREFETCH, EARLY, STAGES, THREADS, QUANTISE, APART, NATIVE, PARTS, RANK, SPLITS,
+            STEP, CHUNK,
         )  # fmt: skip
     # The programs that others wait for come first, and wait for none. Where all programs fit a GPU at once,
     # as in most launches for few tokens, they run in any case. In longer launches they do if a GPU starts
@@ -105,8 +106,9 @@ def _linear(
         _product(
             x, x_blocks, weight, weight_blocks, norm_weight, x_scales, scales, bias, residual, out, partial,
             counters, inner, up_adapters, places, distinct, arrived, shrinkers, last, first_end, second_end,
-            tokens, rows, eps, number % blocks, number // blocks, K, TOKENS, ROWS, INNER, SPLIT, NORM, GATED,
-            SWAP, PREFETCH, EARLY, STAGES, THREADS, QUANTISE, NATIVE, PARTS, RANK, SPLITS, STEP, CHUNK,
+            tokens, rows, x_rows, eps, number % blocks, number // blocks, K, TOKENS, ROWS, INNER, SPLIT,
+            NORM, GATED, SWAP, PREFETCH, EARLY, STAGES, THREADS, QUANTISE, APART, NATIVE, PARTS, RANK, SPLITS,
+            STEP, CHUNK,
         )  # fmt: skip
 
 
@@ -114,11 +116,12 @@ def _linear(
 def _product(
     x, x_blocks, weight, weight_blocks, norm_weight, x_scales, scales, bias, residual, out, partial, counters,
     inner, up_adapters, places, distinct, arrived, shrinkers, last_arrival, first_end, second_end, tokens,
-    rows, eps, number, split,
+    rows, x_rows, eps, number, split,
     K: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, SPLIT: tl.constexpr,
     NORM: tl.constexpr, GATED: tl.constexpr, SWAP: tl.constexpr, PREFETCH: tl.constexpr, EARLY: tl.constexpr,
-    STAGES: tl.constexpr, THREADS: tl.constexpr, QUANTISE: tl.constexpr, NATIVE: tl.constexpr,
-    PARTS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr, CHUNK: tl.constexpr,
+    STAGES: tl.constexpr, THREADS: tl.constexpr, QUANTISE: tl.constexpr, APART: tl.constexpr,
+    NATIVE: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     # Token blocks of the same weights are neighbours, so that the weights come from L2 the second time.
     token_blocks = tl.cdiv(tokens, TOKENS)
@@ -132,6 +135,7 @@ def _product(
         prefetch_rows(weight, row, column, K, ROWS, ROW_BYTES, THREADS)
         if GATED:
             prefetch_rows(weight, rows + row, column, K, ROWS, ROW_BYTES, THREADS)
+    SCALED: tl.constexpr = QUANTISE or APART > 0
     # One token alone is multiplied as COLUMNS equal ones: tensor cores take no fewer.
     COLUMNS: tl.constexpr = TOKENS if TOKENS > 1 else 16
     t = token + tl.arange(0, TOKENS)
@@ -139,7 +143,7 @@ def _product(
     k = tl.arange(0, INNER)
     inside = (t < tokens)[:, None]
     row_scale, up_scale = n, n
-    if scales is not None:  # also the weights: they need no wait
+    if scales is not None and not APART:  # also the weights: they need no wait
         row_scale = tl.load(scales + n)
         if GATED:
             up_scale = tl.load(scales + rows + n)
@@ -189,14 +193,24 @@ def _product(
             x_block, x_scale = _quantise(x_block.to(tl.float32))
             # Only here, so that the scales are there when the weights come.
             block = weight_blocks.load([row, column + i * INNER])
+        elif APART:
+            group = split * (SHARE // INNER) + i
+            x_scale = tl.load(x_scales + group * x_rows.to(tl.int64) + t, mask=t < tokens, other=0.0)
         if COLUMNS > TOKENS:
             x_block = tl.broadcast_to(x_block, [COLUMNS, INNER])
-            if QUANTISE:
+            if SCALED:
                 x_scale = tl.broadcast_to(x_scale, [COLUMNS])
-        acc = _add_product(acc, x_block, block, x_scale, SWAP, QUANTISE)
+        up_x_scale = x_scale
+        if APART:
+            # INNER is the columns of a block, and ROWS divides its rows.
+            of_block = scales + split * (SHARE // INNER) + i
+            x_scale = x_scale * tl.load(of_block + row // INNER * APART)
+            if GATED:
+                up_x_scale = up_x_scale * tl.load(of_block + (rows + row) // INNER * APART)
+        acc = _add_product(acc, x_block, block, x_scale, SWAP, SCALED)
         if GATED:
             up_block = weight_blocks.load([rows + row, column + i * INNER])
-            up = _add_product(up, x_block, up_block, x_scale, SWAP, QUANTISE)
+            up = _add_product(up, x_block, up_block, up_x_scale, SWAP, SCALED)
     if NATIVE and not EARLY:
         gdc_launch_dependents()
     if inner is not None and split == 0:
@@ -255,11 +269,11 @@ def _product(
             scale = tl.rsqrt(squares / K + eps)[:, None]
             acc = acc * scale
             up = up * scale
-        if x_scales is not None:
+        if x_scales is not None and not APART:
             scale = tl.load(x_scales + t, mask=t < tokens, other=0.0)[:, None]
             acc = acc * scale
             up = up * scale
-        if scales is not None:
+        if scales is not None and not APART:
             acc = acc * row_scale[None, :]
             if GATED:
                 up = up * up_scale[None, :]
@@ -365,7 +379,9 @@ def linear(
     scales, float32, of x's rows [T, 1] and of weight's [N]: weight is of e4m3. So is x, no norm is part of
     it, and the rest is bfloat16. With None for those of x, x is of 16 bits and quantised here: tiling.inner
     columns of a row at a time by their largest magnitude, after the norm's weight and before its factor of
-    the row. That is never coarser than a scale for the row, but not the same bits.
+    the row. That is never coarser than a scale for the row, but not the same bits. Those of a weight of
+    blocks are [N / 128, K / 128], rounded up, those of x then [R, K / 128], R >= T, column after column;
+    tiling.of_blocks.
 
     adapters: of the weight, and the tokens'; what they add is added, where takes_adapters.
 
@@ -377,7 +393,10 @@ def linear(
         dtype = torch.bfloat16 if x.dtype == E4M3 else x.dtype
         out = torch.empty(tokens, rows, dtype=dtype, device=x.device)
     space = workspace(x.device) if tiling.split > 1 else None
-    quantise = scales is not None and scales[0] is None
+    x_scales, weight_scales = scales or (None, None)
+    quantise = weight_scales is not None and x_scales is None
+    apart = weight_scales.stride(0) if weight_scales is not None and weight_scales.dim() == 2 else 0
+    x_rows = x_scales.stride(1) if apart and x_scales is not None else 0
     x_blocks = norm_weight is None and not quantise  # else x passes through registers on its way
     beside = _beside(x, tiling, rows, norm_weight, adapters, native)
     blocks = rows // tiling.rows * triton.cdiv(tokens, tiling.tokens)
@@ -386,12 +405,12 @@ def linear(
         x,
         TensorDescriptor(x, [tokens, inner], [inner, 1], [tiling.tokens, tiling.inner]) if x_blocks else None,
         weight, TensorDescriptor(weight, list(weight.shape), [inner, 1], [tiling.rows, tiling.inner]),
-        norm_weight, *(scales or (None, None)), bias, residual, out, space.partial if space else None,
-        space.counters if space else None, *beside.operands, tokens, rows, eps,
+        norm_weight, x_scales, weight_scales, bias, residual, out, space.partial if space else None,
+        space.counters if space else None, *beside.operands, tokens, rows, x_rows, eps,
         K=inner, TOKENS=tiling.tokens, ROWS=tiling.rows, INNER=tiling.inner, SPLIT=tiling.split,
         NORM=norm_weight is not None, GATED=gated, SWAP=tiling.swap,
         PREFETCH=tiling.prefetch if native else 0, EARLY=tiling.early, STAGES=tiling.stages,
-        THREADS=32 * tiling.warps, QUANTISE=quantise, NATIVE=native,
+        THREADS=32 * tiling.warps, QUANTISE=quantise, APART=apart, NATIVE=native,
         **beside.constants, num_warps=tiling.warps, launch_pdl=native,
     )  # fmt: skip
     return out

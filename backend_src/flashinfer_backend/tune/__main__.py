@@ -114,11 +114,10 @@ def sizes_of(options: argparse.Namespace, spec: ModelSpec) -> kernels.Sizes:
     sizes = kernels.QUICK if options.quick else kernels.FULL
     if not options.tokens:
         return sizes
-    if any(product.gated and product.format.startswith("fp8_block") for product in spec.products):
-        raise ValueError("--tokens is for weights without scales of 128x128 blocks; leave it out")
     if options.decode_attention or any(product.experts for product in spec.products):
         raise ValueError("--tokens is for products of whole weights: the last of these stands for all more")
-    return sizes | dict.fromkeys(("linear", "linear_fp8", "int4"), options.tokens)
+    tilings = dict.fromkeys(("linear", "linear_fp8", "linear_blocks", "int4"), options.tokens)
+    return sizes | tilings | {"blocks_fp8": ()}  # of which the last of these stands for all more
 
 
 def make_plan(

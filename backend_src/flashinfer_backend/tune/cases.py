@@ -34,6 +34,7 @@ Sizes = dict[str, tuple[int, ...]]
 FULL: Sizes = {
     "linear": (1, 8, 16, 32, 64, 128, 256),
     "linear_fp8": (1, 8, 16, 32, 64, 128, 256),
+    "linear_blocks": (1, 8, 16, 32, 64),
     "blocks_fp8": (1, 16, 32, 64, 128, 256, 512, 1024, 4096),
     "int4": (1, 8, 16, 32, 48, 64, 128, 256),
     "cublas": (64, *range(80, 513, 16), *range(544, 1025, 32)),
@@ -43,6 +44,7 @@ FULL: Sizes = {
 QUICK: Sizes = {
     "linear": (8, 64),
     "linear_fp8": (8, 64),
+    "linear_blocks": (8, 64),
     "blocks_fp8": (16, 64, 1024),
     "int4": (8, 64),
     "cublas": (64, 80, 96, 128, 192, 256, 384, 512, 1024),
@@ -85,24 +87,25 @@ def _of_product(product: Product, sizes: Sizes, numbers: Tuned | None) -> list[C
                 lambda tokens: [None, *int4_tiles(shape, tokens)], other="written out",
             )
         ]  # fmt: skip
-    if product.format.startswith("fp8_block"):
-        return [
-            Case(
-                name, "blocks_fp8", role, None, sizes["blocks_fp8"],
-                lambda tokens: block_tiles(shape, tokens, sizes["blocks_fp8"][0]), whole=True,
-            )
-        ]  # fmt: skip
-    fp8 = product.format != "dense"
-    table, kind = ("linear_fp8", "rows") if fp8 else ("linear", "dense")
+    table = {"dense": "linear", "fp8_block": "linear_blocks"}.get(product.format, "linear_fp8")
     chosen = sizes[table]
-    if numbers is not None and product.gated:
-        chosen = tuple(tokens for tokens in chosen if not is_gated(numbers, kind, tokens))  # type: ignore[arg-type]
+    if numbers is not None and product.gated and table != "linear_blocks":
+        kind: Kind = "dense" if table == "linear" else "rows"
+        chosen = tuple(tokens for tokens in chosen if not is_gated(numbers, kind, tokens))
     linear = Case(
         name, table, role, shape, chosen,
-        lambda tokens: [None, *seeds(role, shape, tokens, fp8)],
-        lambda tiling, tokens: neighbours(tiling, role, shape, tokens, fp8),
+        lambda tokens: [None, *seeds(role, shape, tokens, table)],
+        lambda tiling, tokens: neighbours(tiling, role, shape, tokens, table),
+        other="another kernel" if table == "linear_blocks" else "cuBLAS",
     )  # fmt: skip
-    if fp8 or role not in BY_CUBLAS:
+    if table == "linear_blocks":
+        # First, so that a tiling is compared with the best of these.
+        tiles = Case(
+            f"{name}, blocks", "blocks_fp8", role, None, sizes["blocks_fp8"],
+            lambda tokens: block_tiles(shape, tokens, sizes["blocks_fp8"][0]), whole=True,
+        )  # fmt: skip
+        return [tiles, linear]
+    if table == "linear_fp8" or role not in BY_CUBLAS:
         return [linear]
     first, *_ = sizes["cublas"]
     interface = Case(
@@ -134,36 +137,45 @@ FP8_FIELDS = FIELDS | {
     "fuse_norm": (True,),
     "quantise": (False, True),
 }
+FIELDS_OF = {
+    "linear": FIELDS,
+    "linear_fp8": FP8_FIELDS,
+    "linear_blocks": FP8_FIELDS | {"inner": (128,), "stages": (2, 3, 4, 5, 6, 8)},
+}
 FEW = 16  # tokens, up to which a product in e4m3 may begin with quantising
 
 
-def seeds(role: Role, shape: Shape, tokens: int, fp8: bool) -> list[Tiling]:
-    """What the devices' files take for `tokens`, and a plain tiling; in e4m3 also with quantising in
-    it."""
+def seeds(role: Role, shape: Shape, tokens: int, table: str) -> list[Tiling]:
+    """What the devices' files take for `tokens`, and a plain tiling; in e4m3 also with quantising in it, and
+    with blocks also what scales by row take."""
     files = [tuned.read(path) for path in sorted(tuned.FOLDER.glob("*.json"))]
-    entries = [entry for file in files for entry in (file.linear_fp8 if fp8 else file.linear).get(role, ())]
+    tables = [table, "linear_fp8"] if table == "linear_blocks" else [table]
+    entries = [entry for file in files for name in tables for entry in getattr(file, name).get(role, ())]
     known = [tiling for entry in entries for limit, tiling in entry.steps if limit == tokens and tiling]
     known.append(Tiling(min(max(1 << (tokens - 1).bit_length(), 16), 128), 64, 128))
-    if fp8 and tokens <= FEW:
+    if table == "linear_blocks":
+        known = [replace(tiling, inner=128) for tiling in known]
+    if table != "linear" and tokens <= FEW:
         tile = 1 if tokens == 1 else 16
         known += [replace(tiling, tokens=tile, quantise=True) for tiling in known]
-    return [tiling for tiling in known if possible(tiling, role, shape, tokens, fp8)]
+    return [tiling for tiling in dict.fromkeys(known) if possible(tiling, role, shape, tokens, table)]
 
 
-def neighbours(tiling: Tiling, role: Role, shape: Shape, tokens: int, fp8: bool = False) -> list[Tiling]:
+def neighbours(tiling: Tiling, role: Role, shape: Shape, tokens: int, table: str = "linear") -> list[Tiling]:
     """Tilings that differ in one field, by one step."""
     found = []
-    for name, values in (FP8_FIELDS if fp8 else FIELDS).items():
+    for name, values in FIELDS_OF[table].items():
         now = getattr(tiling, name)
         less, more = [v for v in values if v < now], [v for v in values if v > now]
         for other in (*less[-1:], *more[:1]):
             found.append(replace(tiling, **{name: other}))
-    return [other for other in found if possible(other, role, shape, tokens, fp8)]
+    return [other for other in found if possible(other, role, shape, tokens, table)]
 
 
-def possible(tiling: Tiling, role: Role, shape: Shape, tokens: int, fp8: bool = False) -> bool:
+def possible(tiling: Tiling, role: Role, shape: Shape, tokens: int, table: str = "linear") -> bool:
     """Whether ops.triton_linear can compute a product of `tokens` so."""
-    normed, gated = role in NORMED and not fp8, role == GATED
+    fp8, gated = table != "linear", role == GATED
+    normed = role in NORMED and not fp8
     if not normed and not tiling.fuse_norm:  # without a norm the field means nothing
         return False
     if tiling.quantise and not (fp8 and tokens <= FEW):

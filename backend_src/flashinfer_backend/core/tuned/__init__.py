@@ -55,7 +55,7 @@ class Tiling(_Data, frozen=True, omit_defaults=True):
     operand, so that few tokens do not waste the tensor cores' 64 rows. prefetch: bytes of weights that a
     program pulls into L2 before it waits for the previous kernel. early: let the next kernel start
     (and prefetch) at once rather than when the product is done. fuse_norm: a norm of x is part of the
-    product; else it is a kernel of its own. quantise, of weights in e4m3 with scales by row: x comes in 16
+    product; else it is a kernel of its own. quantise, of weights in e4m3: x comes in 16
     bits, and its norm and its scales, computed for each block of `inner` columns, are part of the product;
     else they are a kernel of its own, as always where scales of x are stored.
     """
@@ -277,7 +277,8 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
     linear_adapted: the same of steps with adapters, which the product then adds. A shape without steps takes
     ops.tilings' rule.
     linear_fp8: the same of e4m3 with scales by row, whose norm is part of those that quantise.
-    blocks_fp8: the same of e4m3 with 128x128 blocks. The last tile also takes the weights that cuBLAS cannot.
+    linear_blocks: the same of e4m3 with 128x128 blocks, of which `inner` is one and `rows` a part.
+    blocks_fp8: what linear_blocks leaves. The last tile also takes the weights that cuBLAS cannot.
     int4: products with weights of 4 bits; the others are written out in 16. A shape without steps takes
     ops.tilings' rule.
 
@@ -303,6 +304,7 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
     scheduling: Scheduling
     linear_adapted: Table[Tiling] = {}
     linear_fp8: Table[Tiling] = {}
+    linear_blocks: Table[Tiling] = {}
     fp8_scaled_by_cublas: int | None = None
     fp8_gated_linear: GatedLinear | None = None
     int4: Table[Int4Tile] = {}
@@ -313,6 +315,7 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
             ("linear", ROLES, False),
             ("linear_adapted", ROLES, False),
             ("linear_fp8", ROLES, False),
+            ("linear_blocks", layers, False),
             ("blocks_fp8", layers, True),
             ("int4", layers, False),
             ("cublas", ("16 bits",), False),
@@ -320,6 +323,13 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
             ("decode_attention", get_args(Cache), True),
         ):
             _check_table(name, getattr(self, name), keys, whole)
+        of_blocks = [entry for entries in self.linear_blocks.values() for entry in entries]
+        for tiling in (tiling for entry in of_blocks for _, tiling in entry.steps if tiling is not None):
+            if tiling.inner != 128 or tiling.rows > 128:
+                raise ValueError(
+                    "linear_blocks should have tilings of 128 inner columns and at most 128 rows, not"
+                    f" {tiling.inner} and {tiling.rows}"
+                )
         for entry in self.experts["blocks"]:
             tiles = [tile for _, tile in entry.steps if tile is not None]
             if (most := max(block.rows for tile in tiles for block in (tile.gate_up, tile.down))) > 128:
