@@ -2,6 +2,8 @@
 """What readers of a model's text give out."""
 
 from collections.abc import Iterable
+from itertools import chain, groupby
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from msgspec import Raw
@@ -42,16 +44,15 @@ class PlainReader:
 
 def merged(events: Iterable[Event]) -> list[Event]:
     """Neighbours of one kind joined; calls stay apart."""
+    said = (event for event in events if event.text or event.kind == CALL)
     result: list[Event] = []
-    for event in events:
-        if not event.text and event.kind != CALL:
-            continue
-        if result and result[-1].kind == event.kind != CALL:
-            before = result[-1]
-            log_probs = before.log_probs + event.log_probs
-            result[-1] = Event(event.kind, before.text + event.text, log_probs=log_probs)
+    for kind, group in groupby(said, key=attrgetter("kind")):
+        same = list(group)
+        if kind == CALL or len(same) == 1:
+            result += same
         else:
-            result.append(event)
+            log_probs = tuple(chain.from_iterable(event.log_probs for event in same))
+            result.append(Event(kind, "".join(event.text for event in same), log_probs=log_probs))
     return result
 
 
