@@ -5,7 +5,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,7 +37,12 @@ from flashinfer_backend.openai.formats.events import (
 from flashinfer_backend.openai.formats.json_scan import ValueScanner
 from flashinfer_backend.openai.formats.reasoning import is_opened
 from flashinfer_backend.openai.link import ClientLeft, Stream, Streams
-from flashinfer_backend.openai.log_probs import chat_log_probs, check_prompt_logits, prompt_log_probs
+from flashinfer_backend.openai.log_probs import (
+    chat_log_probs,
+    check_prompt_logits,
+    in_thread_if_many,
+    prompt_log_probs,
+)
 from flashinfer_backend.openai.requests import ChatRequest, Sampling, decode
 from flashinfer_backend.openai.sampling import (
     NO_GUIDE,
@@ -415,10 +420,12 @@ class _Reply(Choices):
         self._turn, self._request = turn, request
         self._answers = [Answer(turn, stream) for stream in turn.streams.all]
 
-    def _log_probs(self, chunk: Chunk) -> list[Raw]:
+    async def _log_probs(self, chunk: Chunk) -> list[Raw]:
         if not self._request.logprobs:
             return []
-        return chat_log_probs(chunk, self._turn.served.chat_tokens, self._request.top_logprobs or 0)
+        top = self._request.top_logprobs or 0
+        write = partial(chat_log_probs, chunk, self._turn.served.chat_tokens, top)
+        return await in_thread_if_many(write, len(chunk.ids), top)
 
     async def _take(self, stream: Stream, chunk: Chunk) -> list[Event]:
         self._usage.note(stream, chunk)
@@ -434,7 +441,7 @@ class _Reply(Choices):
         ids: list[list[int]] = [[] for _ in self._answers]
         async for stream, chunk in self._turn.streams:
             events[stream.index] += await self._take(stream, chunk)
-            probs[stream.index] += self._log_probs(chunk)
+            probs[stream.index] += await self._log_probs(chunk)
             ids[stream.index] += chunk.ids
         choices: list[dict[str, Any]] = [
             {
@@ -489,7 +496,7 @@ class _Reply(Choices):
             if request.return_token_ids:
                 ids.setdefault(index, []).extend(chunk.ids)
             if request.logprobs:
-                probs.setdefault(index, []).extend(self._log_probs(chunk))
+                probs.setdefault(index, []).extend(await self._log_probs(chunk))
             for each in events:
                 yield chunk_of(index, _delta(answer, each))
             if answer.finish is not None:

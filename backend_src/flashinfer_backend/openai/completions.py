@@ -3,6 +3,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from flashinfer_backend.openai.link import ClientLeft, Stream, Streams
 from flashinfer_backend.openai.log_probs import (
     TokenLists,
     check_prompt_logits,
+    in_thread_if_many,
     prompt_lists,
     prompt_log_probs,
 )
@@ -33,9 +35,6 @@ from flashinfer_backend.openai.sampling import (
 )
 from flashinfer_backend.openai.served_model import ServedModel, generation_request
 from flashinfer_backend.serving.generation import Chunk
-
-# From this number on, log probabilities of an answer are written in a thread, so that streams go on.
-MANY_LOG_PROBS = 2000
 
 
 class ParsedCompletion(NamedTuple):
@@ -186,10 +185,7 @@ class _Reply(Choices):
         top = self._request.logprobs or 0
         offset = self._offsets.get(stream.index, 0)
         lists = TokenLists(self._served.token_texts, self._decoder, offset, stream.context_ids)
-        if len(chunk.ids) * (1 + top) < MANY_LOG_PROBS:
-            lists.add_chunk(chunk, top)
-        else:
-            await asyncio.to_thread(lists.add_chunk, chunk, top)
+        await in_thread_if_many(partial(lists.add_chunk, chunk, top), len(chunk.ids), top)
         self._offsets[stream.index] = lists.offset
         return lists
 

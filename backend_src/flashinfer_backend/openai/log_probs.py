@@ -7,6 +7,7 @@ Twenty alternatives of each token of a prompt are many objects. As text they tak
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import mod
 from typing import TypeVar
@@ -20,12 +21,20 @@ from flashinfer_backend.openai.sampling import EngineLimits
 from flashinfer_backend.serving.generation import Chunk
 from flashinfer_backend.text.delta import CONTEXT_IDS, DeltaDecoder
 
+MANY = 2000  # log probabilities that take some 4 ms to write
 LOWEST = -9999.0  # JSON has no infinity; other servers also write this
 MOST_PROMPT_LOGITS = 1 << 28  # bytes of a prompt's logits, which come as one message
 GROUPS = 512  # of a vocabulary, for finding its largest logits
 
 encode = msgspec.json.encode
 Text = TypeVar("Text", str, bytes)
+Written = TypeVar("Written")
+
+
+async def in_thread_if_many(write: Callable[[], Written], tokens: int, top: int) -> Written:
+    """What `write` makes of the log probabilities of some tokens with `top` alternatives each: in a thread if
+    there are many, so that streams go on."""
+    return write() if tokens * (1 + top) < MANY else await asyncio.to_thread(write)
 
 
 class TokenTexts(dict[int, Text]):
