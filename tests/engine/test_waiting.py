@@ -105,7 +105,7 @@ def test_order_of_first_tokens(settings, order):
 
 def test_lists_of_requests_have_room_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest take 7 MB each, of which thousands could wait. One alone always has room."""
-    monkeypatch.setattr(admission, "MOST_LISTED", 10)
+    monkeypatch.setattr(admission, "MOST_LISTED_IDS", 10)
     engine = Engine(max_num_seqs=1)
     tokens, failures = engine.socket.tokens, engine.socket.failures
     engine.submit(1, 2, bias_ids=[*range(11)], bias_values=[0.0] * 11)

@@ -3,6 +3,7 @@
 fields are those of the bodies' structs and of the models' config.pbtxt."""
 
 import json
+import re
 import typing
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from small_tokenizers import byte_level
 
 from flashinfer_backend.config_tools import model_config
+from flashinfer_backend.core import bounds
 from flashinfer_backend.core.bounds import FIELDS
 from flashinfer_backend.openai import adapters, requests
 from flashinfer_backend.openai.bounds import bound_of, values
@@ -230,3 +232,9 @@ def test_the_parameters_of_a_request_are_bounded() -> None:
 )
 def test_commas_of_texts_are_no_values(value: Any, count: int) -> None:
     assert values(json.dumps(value).encode(), 1) == count
+
+
+def test_no_bound_is_given_twice() -> None:
+    """The second value would count for both."""
+    names = re.findall(r"^(\w+) = ", Path(bounds.__file__).read_text(), re.MULTILINE)
+    assert len(names) == len(set(names)) > 10
