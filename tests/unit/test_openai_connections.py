@@ -3,6 +3,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import socket
 import struct
@@ -135,6 +136,24 @@ def test_a_request_that_would_rather_have_another_protocol_is_answered_with_its_
         sock.sendall(b"12\r\n" + body + b"\r\n0\r\n\r\n")
         got += answer(sock)
     assert got.count(b"HTTP/1.1 200 ") == 2 and got.count(body) == 2
+
+
+def test_such_a_request_can_come_in_pieces() -> None:
+    """Each cut of its headers, and a byte at a time."""
+    lines = b"x: y\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nX-Upgrade: z\r\n"
+    body = b"a\r\nupgrade: b\r\n\r\nc"
+    request = b"POST /echo HTTP/1.1\r\n" + lines + b"content-length: 18\r\n\r\n" + body
+    cuts = [[at] for at in range(1, len(request))] + [list(range(1, len(request)))]
+    with running() as server, server.connect() as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for cut in cuts:
+            for begin, end in itertools.pairwise([0, *cut, len(request)]):
+                sock.sendall(request[begin:end])
+                time.sleep(0.003)
+            got = b""
+            while not got.endswith(b"0\r\n\r\n"):
+                got += sock.recv(4096)
+            assert got.startswith(b"HTTP/1.1 200 ") and body in got
 
 
 @pytest.mark.parametrize(
@@ -281,11 +300,12 @@ def test_where_all_connections_have_requests_another_one_is_refused_and_nobody_c
 
 
 def test_endless_headers_are_refused() -> None:
-    with running() as server, server.connect(b"POST / HTTP/1.1\r\n") as sock:
-        with contextlib.suppress(OSError):
-            for _ in range(20 * MOST_HEADER_BYTES // 1000):  # more than is read at once
-                sock.sendall(b"x: " + b"y" * 995 + b"\r\n")
-        wait_for(lambda: server.errors == [431])
+    for begun, end in ((b"", b"\r\n"), (b"upgrade: ", b"z")):
+        with running() as server, server.connect(b"POST / HTTP/1.1\r\n" + begun) as sock:
+            with contextlib.suppress(OSError):
+                for _ in range(20 * MOST_HEADER_BYTES // 1000):  # more than is read at once
+                    sock.sendall(b"x: " + b"y" * 995 + end)
+            wait_for(lambda server=server: server.errors == [431])
     with running() as server, server.connect(WHOLE[:-4].replace(b": 4", b": 300000")) as sock:
         sock.sendall(b"x" * 300_000)
         assert sock.recv(4096).startswith(b"HTTP/1.1 200 "), "a body is no header"

@@ -33,6 +33,7 @@ ARRIVES_S = 0.05
 # Java's client asks for another protocol with every request, h2c, and goes on without. The parsers would take
 # the request's body to be of that protocol.
 UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
+UPGRADE_BEGINS = b"\r\nupgrade:"
 # Between two looks whether a client that sends nothing more still reads.
 FIRST_LOOK_S, LOOK_S = 0.1, 1.0
 
@@ -129,6 +130,7 @@ class Connection(asyncio.Protocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._arriving = self._in_headers = False  # a request
         self._header_bytes = self._read_bytes = 0
+        self._held = b""  # of the headers: what may be the beginning of one that is left out, or of their end
         self._unanswered = 0  # requests whose headers are there
         self._whole = 0  # of these, those whose bodies are there as well
         self._ended = False  # the client sends nothing more
@@ -172,8 +174,12 @@ class Connection(asyncio.Protocol):
         if self._transport.is_closing():
             return
         if self._in_headers or not self._arriving:
-            headers, end, rest = data.partition(b"\r\n\r\n")
-            data = UPGRADE.sub(b"", headers) + end + rest
+            headers, end, rest = (self._held + data).partition(b"\r\n\r\n")
+            whole = len(headers) if end else _held_from(headers)
+            self._held, data = headers[whole:], UPGRADE.sub(b"", headers[:whole]) + end + rest
+            if len(self._held) > MOST_HEADER_BYTES:
+                self._refuse(431, f"the request's headers have more than {MOST_HEADER_BYTES} bytes")
+                return
         self._read_bytes = len(data)
         try:
             self._parser.feed_data(data)
@@ -181,7 +187,7 @@ class Connection(asyncio.Protocol):
             self._refuse(400, "what has arrived is not a request in HTTP/1.1; this port has no TLS")
             return
         except httptools.HttpParserUpgrade:
-            pass  # its header came in pieces
+            pass  # of a request that came in one piece with the one before
         if self._arriving:
             self._header_bytes += len(data)
             if self._header_bytes > MOST_HEADER_BYTES:
@@ -289,3 +295,13 @@ class Connection(asyncio.Protocol):
         self._transport.write("\r\n".join([*lines, "", ""]).encode() + body)
         self._stop_waiting()
         self._transport.close()
+
+
+def _held_from(headers: bytes) -> int:
+    """Where the end of headers that are not whole begins, if it may become an Upgrade header or the headers'
+    end; else their length."""
+    at = headers.rfind(b"\r\n")
+    begun = headers[at : at + len(UPGRADE_BEGINS)].lower() if at >= 0 else b"-"
+    if UPGRADE_BEGINS.startswith(begun) or b"\r\n\r\n".startswith(begun):
+        return at
+    return len(headers) - headers.endswith(b"\r")
