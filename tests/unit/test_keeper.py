@@ -326,6 +326,7 @@ def test_engines_that_stay_outlive_the_last_stub_and_end_with_their_owner(run_di
         engine, keeper = stub.engine(), read_keeper(run_dir)
         stub.leave()
         assert engine.alive and keeper is not None and keeper.alive
+        assert "--stay" in psutil.Process(keeper.pid).cmdline()  # should they look for stubs
         owner.kill()
     wait_for(lambda: not keeper.alive)
     assert not engine.alive and not run_dir.exists()
