@@ -253,6 +253,10 @@ def test_a_conversation_that_the_server_keeps(scripted: OpenAiServer) -> None:
             with pytest.raises(openai.BadRequestError) as refused:
                 client.responses.input_items.list(second.id, extra_query=wrong_query)
             assert refused.value.param == param
+        for wrong_query, param in (({"stream": "true"}, "stream"), ({"include": "x"}, "include")):
+            with pytest.raises(openai.BadRequestError) as refused:
+                client.responses.retrieve(second.id, extra_query=wrong_query)
+            assert refused.value.param == param
         client.responses.delete(second.id)
         for gone in (second.id, whole.id):
             with pytest.raises(openai.NotFoundError, match="not found"):

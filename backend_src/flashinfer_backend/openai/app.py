@@ -48,7 +48,7 @@ from flashinfer_backend.openai.embeddings import (
     rerank,
     score,
 )
-from flashinfer_backend.openai.errors import ApiError, field_error
+from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.link import SHUTTING_DOWN, unavailable
 from flashinfer_backend.openai.metrics import Metrics, ModelState
 from flashinfer_backend.openai.openapi import schema
@@ -71,6 +71,7 @@ from flashinfer_backend.openai.requests import (
     ItemsQuery,
     MessagesRequest,
     RerankRequest,
+    ResponseQuery,
     ResponsesRequest,
     ScoreRequest,
     TokenizeRequest,
@@ -229,9 +230,8 @@ def _of_models(models: Sequence[ServedModel]) -> Iterator[Route]:
 def _of_kept_responses(served: ServedModel) -> Iterator[Route]:
     async def response(request: Request) -> Response:
         name = request.path_params["name"]
+        convert(ResponseQuery, request.query_params)
         if request.method != "DELETE":
-            if request.query_params.get("stream") == "true":
-                raise field_error("stream", "is not supported for a kept response")
             return Response(store_of(served).response(name), media_type="application/json")
         store_of(served).delete(name)
         return _json({"id": name, "object": "response", "deleted": True})

@@ -340,6 +340,12 @@ class ResponsesRequest(Sampling, kw_only=True):
         return OUTPUT_LOG_PROBS in (self.include or [])
 
 
+class ResponseQuery(msgspec.Struct, forbid_unknown_fields=True):
+    """What a request for a kept response may say: it is whole, and comes as it was."""
+
+    stream: Literal["false"] = "false"
+
+
 class ItemsQuery(msgspec.Struct, forbid_unknown_fields=True):
     """Which of the items that a kept response was made of. after: the id of the one before them."""
 
