@@ -194,6 +194,31 @@ def test_a_delta_net_has_one_variant_for_any_step():
     assert prebuild_triton.compile_together(list(compiled.values())) == []
 
 
+@pytest.mark.parametrize(("format", "hidden"), [("dense", 4096), ("fp8_block", 2048)])
+def test_products_behind_one_norm_begin_with_it_for_few_tokens(
+    format: str, hidden: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A delta net's two, which are a kernel each then."""
+    from flashinfer_backend.ops import cuda_ops
+    from flashinfer_backend.ops.weight import Weight
+
+    normed: list[int] = []
+    monkeypatch.setattr(cuda_ops, "rms_norm", lambda x, *_: normed.append(len(x)) or x)
+    wide = Weight.empty("qkv", (12288, hidden), format, torch.bfloat16, META)  # type: ignore[arg-type]
+    weights, norm = (wide, Weight("ba", empty(64, hidden))), (empty(hidden), 1e-6)
+    h100 = tuned.load("NVIDIA H100 80GB HBM3")
+    assert h100 is not None
+    with device.use(h100):
+        for tokens in (1, 16):
+            x = empty(tokens, hidden)
+            found = collect(lambda x=x: cuda_ops.norm_linears(x, *norm, weights))
+            assert names(found) == {"_linear": 2} and not normed
+            assert prebuild_triton.compile_together(found) == []
+        if format == "fp8_block":
+            found = collect(lambda: cuda_ops.norm_linears(empty(17, hidden), *norm, weights))
+            assert normed == [17] and names(found)["_quantise_groups"] == 1
+
+
 @pytest.mark.parametrize(("dim", "width"), [(96, 4), (8, 4), (128, 17)])
 def test_delta_nets_of_other_sizes_are_refused(dim, width):
     from flashinfer_backend.ops.torch_delta import DeltaRows, DeltaStates, DeltaWeights

@@ -280,8 +280,8 @@ class DeltaLayer(Layer):
     def before(self, hidden: Tensor, chosen: Chosen | None = None) -> Stream:
         """Up to the mixer."""
         assert self.input_norm is not None
-        normed = self.ops.rms_norm(hidden, self.input_norm, self.eps)
-        qkvz, ba = (self.ops.linear(normed, product, None, chosen) for product in (self.qkvz, self.ba))
+        products = self.qkvz, self.ba
+        qkvz, ba = self.ops.norm_linears(hidden, self.input_norm, self.eps, products, chosen)
         return Stream(hidden, None, qkvz, ba)
 
     def mix(self, qkvz: Tensor, ba: Tensor, states: DeltaStates, rows: DeltaRows) -> Tensor:

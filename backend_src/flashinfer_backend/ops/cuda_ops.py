@@ -9,6 +9,8 @@ experts by cuda_experts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import flashinfer
 import torch
 import torch.nn.functional as F
@@ -36,7 +38,7 @@ from flashinfer_backend.ops.triton_inputs import step_inputs
 from flashinfer_backend.ops.triton_logits import copy_rows, penalise
 from flashinfer_backend.ops.triton_rope import rope_and_store
 from flashinfer_backend.ops.triton_sample import keep_allowed, sample
-from flashinfer_backend.ops.weight import DENSE, Added, Chosen, Int4, LowRank, Weight
+from flashinfer_backend.ops.weight import DENSE, Added, Chosen, Fp8Block, Fp8Static, Int4, LowRank, Weight
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -56,6 +58,24 @@ def norm_linear(
 ) -> Tensor:
     """linear() of rms_norm(x), in `out` when given. x is unchanged."""
     return _product(x, weight, Norm(norm_weight, eps), bias, chosen=chosen, out=out)
+
+
+def norm_linears(
+    x: Tensor, norm_weight: Tensor, eps: float, weights: Sequence[Weight], chosen: Chosen | None = None
+) -> list[Tensor]:
+    """linear() of rms_norm(x) with each of the weights."""
+    if all(_begins_with_norm(weight, len(x)) for weight in weights):
+        return [norm_linear(x, norm_weight, eps, weight, None, chosen=chosen) for weight in weights]
+    normed = rms_norm(x, norm_weight, eps)
+    return [linear(normed, weight, None, chosen) for weight in weights]
+
+
+def _begins_with_norm(weight: Weight, tokens: int) -> bool:
+    """Whether a norm of x is part of the product's kernel."""
+    if isinstance(weight.format, Int4 | Fp8Static):
+        return False
+    tiling = choose(weight.role, tokens, weight.data, isinstance(weight.format, Fp8Block))
+    return tiling is not None and (tiling.fuse_norm if weight.format is DENSE else tiling.quantise)
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, chosen: Chosen | None = None) -> Tensor:

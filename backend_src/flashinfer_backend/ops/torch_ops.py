@@ -7,6 +7,7 @@ R the number of rows to sample, Hq and Hkv the query and key/value heads, D the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -81,6 +82,14 @@ def norm_linear(
     """linear() of rms_norm(x), in `out` when given. x is unchanged."""
     product = linear(rms_norm(x, norm_weight, eps), weight, bias, chosen)
     return product if out is None else out.copy_(product)
+
+
+def norm_linears(
+    x: Tensor, norm_weight: Tensor, eps: float, weights: Sequence[Weight], chosen: Chosen | None = None
+) -> list[Tensor]:
+    """linear() of rms_norm(x) with each of the weights."""
+    normed = rms_norm(x, norm_weight, eps)
+    return [linear(normed, weight, None, chosen) for weight in weights]
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, chosen: Chosen | None = None) -> Tensor:

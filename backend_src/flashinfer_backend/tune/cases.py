@@ -117,7 +117,7 @@ def _of_product(product: Product, sizes: Sizes, numbers: Tuned | None) -> list[C
 
 # Products in 16 bits, and in e4m3 with scales by row.
 
-NORMED: tuple[Role, ...] = ("qkv", GATED, "head")  # the products that a norm can be part of
+NORMED: tuple[Role, ...] = ("qkv", GATED, "head", "ba")  # the products that a norm can be part of
 BY_CUBLAS: tuple[Role, ...] = ("qkv", "o", "down")  # without an activation
 # What a search tries in each field of a tiling: the neighbours of its value.
 FIELDS: dict[str, tuple[Any, ...]] = {

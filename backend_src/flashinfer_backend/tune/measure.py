@@ -135,8 +135,11 @@ class ModelBench:
         def body() -> Tensor:
             hidden = start.clone()
             for layer in model.layers[:layers]:
-                first = getattr(layer, layer.spec.mixer.products[0].name)
-                model.ops.norm_linear(hidden, layer.input_norm, layer.eps, first, first.bias)
+                first, *further = (getattr(layer, each.name) for each in layer.spec.mixer.products[:-1])
+                if further:
+                    model.ops.norm_linears(hidden, layer.input_norm, layer.eps, (first, *further))
+                else:
+                    model.ops.norm_linear(hidden, layer.input_norm, layer.eps, first, first.bias)
                 hidden = layer.behind(mixed[layer.spec.mixer.o.shape[1]], hidden, model.collectives)
             return model.logits(hidden[-MOST_LOGITS:])
 

@@ -28,9 +28,10 @@ LINE = 150  # characters of a line in a file, at most, where values share one
 SHORT = 24  # characters of an item in a list, up to which items share lines
 
 # Under which name a product finds its numbers: queries, keys and values; attention's output; gate and up
-# projections; down projection; logits. Products of one role and shape share them.
+# projections; down projection; logits; betas and decays of a delta net. Products of one role and shape share
+# them.
 Role = str
-ROLES: tuple[Role, ...] = ("qkv", "o", "gate_up", "down", "head")
+ROLES: tuple[Role, ...] = ("qkv", "o", "gate_up", "down", "head", "ba")
 GATED: Role = "gate_up"  # whose rows are a gate's and as many of what it multiplies
 Shape = tuple[int, int]  # weight [N, K]
 # Of a weight: 16 bits have none; e4m3 has one for each row, or for each block of 128x128.
@@ -310,7 +311,7 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
     int4: Table[Int4Tile] = {}
 
     def __post_init__(self) -> None:
-        layers = tuple(role for role in ROLES if role != "head")
+        layers = ROLES[:4]  # which are quantised
         for name, keys, whole in (
             ("linear", ROLES, False),
             ("linear_adapted", ROLES, False),

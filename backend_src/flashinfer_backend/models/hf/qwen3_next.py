@@ -88,7 +88,7 @@ def _delta_net(config: Config, fused: bool) -> DeltaNet:
     first, second = (tuple(each) for each in sources)
     return DeltaNet(
         keys, values, key_dim, value_dim, kernel, Product("qkvz", first, "rows", "qkv"),
-        Product("ba", second, "rows", ""),
+        Product("ba", second, "rows", "ba"),
         Product("o", (whole("linear_attn.out_proj", hidden, values * value_dim),), "columns", "o"),
     )  # fmt: skip
 
