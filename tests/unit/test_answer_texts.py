@@ -161,7 +161,7 @@ def test_log_probabilities_are_written_as_an_encoder_writes_them() -> None:
             assert list(told.items()) == list(best.items())
 
 
-@pytest.mark.parametrize("kind", ["chat", "completion"])
+@pytest.mark.parametrize("kind", ["chat", "response", "completion"])
 def test_many_log_probabilities_are_written_in_a_thread(kind: str) -> None:
     """Else all others of the process would wait, 1.6 s for 32 answers of 1500 tokens."""
     decoder, threads = DeltaDecoder(byte_level(), skip_special_tokens=False), []
@@ -169,7 +169,7 @@ def test_many_log_probabilities_are_written_in_a_thread(kind: str) -> None:
     class Texts(dict[int, Any]):
         def __missing__(self, token: int) -> Any:
             threads.append(threading.current_thread() is threading.main_thread())
-            return chat_token(b"a") if kind == "chat" else "a"
+            return "a" if kind == "completion" else chat_token(b"a")
 
     reply: Any = SimpleNamespace(
         _request=SimpleNamespace(logprobs=20 if kind == "completion" else True, top_logprobs=20),
@@ -178,6 +178,7 @@ def test_many_log_probabilities_are_written_in_a_thread(kind: str) -> None:
         _decoder=decoder,
         _offsets={},
         _wants_probs=True,
+        _top=20,
     )
     stream: Any = SimpleNamespace(index=0, context_ids=[])
     report = protocol.RowReport(1, log_prob=-1.0, top_logprobs=[(token, -2.0) for token in range(20)])
@@ -186,6 +187,8 @@ def test_many_log_probabilities_are_written_in_a_thread(kind: str) -> None:
         made: Any
         if kind == "chat":
             made = chat._Reply._log_probs(reply, chunk)
+        elif kind == "response":
+            made = chat.Answer.log_probs(reply, chunk)
         else:
             made = completions._Reply._lists(reply, stream, chunk)
         threads.clear()

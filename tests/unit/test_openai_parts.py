@@ -26,7 +26,7 @@ from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.formats import choice, harmony
 from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, Event, merged
 from flashinfer_backend.openai.link import Stream, Streams
-from flashinfer_backend.openai.log_probs import TokenTexts, chat_token
+from flashinfer_backend.openai.log_probs import TokenTexts, chat_log_probs, chat_token
 from flashinfer_backend.openai.model import Model
 from flashinfer_backend.openai.requests import (
     AllowedChoice,
@@ -525,18 +525,23 @@ def answered(
         one_call=one_call,
         streams=streams,
     )
-    answer, events = Answer(turn, stream, 0 if log_probs else None), []
+    answer, events = Answer(turn, stream, 0 if log_probs else None), list[Event]()
+
+    def take(chunk: Chunk) -> None:
+        probs = chat_log_probs(chunk, turn.served.chat_tokens, 0) if log_probs else []
+        events.extend(answer.take(chunk, probs))
+
     (ids,) = TOKENIZER.encode_batch([text], False)
     for n, token in enumerate(ids):
         report = protocol.RowReport(2, log_prob=-n / 8) if log_probs else None
         stream.on_token(token, protocol.RUNNING, report)
         if n in cuts and (chunk := stream.take()) is not None:
-            events += answer.take(chunk)
+            take(chunk)
     if not stream.ended:
         stream.on_token(protocol.NO_TOKEN, code, None)
         chunk = stream.take()
         assert chunk is not None and chunk.last
-        events += answer.take(chunk)
+        take(chunk)
     assert bool(cancelled) <= bool(stop or one_call)
     found = [Event(e.kind, e.text, log_probs=e.log_probs) for e in merged(events)]
     return found, answer.finish, stream.timing.sent
@@ -564,9 +569,7 @@ def test_a_stream_cut_at_any_token_says_the_same(tools: str, cuts: set[int], sto
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(
-    st.sampled_from(sorted(TEXTS)), st.sets(st.integers(0, 90)), st.sampled_from([[], ["Moment"], ["🌧"]])
-)
+@given(st.sampled_from(sorted(TEXTS)), st.sets(st.integers(0, 90)), st.sampled_from([[], ["Moment"], ["🌧"]]))
 def test_content_has_the_log_probs_of_its_own_tokens(tools: str, cuts: set[int], stop: list[str]) -> None:
     """Also where its text was held back; tokens of marks, reasoning and calls have none."""
     plain = answered(TEXTS[tools], tools, cuts, True, stop)

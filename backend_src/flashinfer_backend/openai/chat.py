@@ -240,14 +240,19 @@ class Answer:
         self._arguments: ValueScanner | None = None  # of the latest call
         self._reasoning: list[str] = []
 
-    def take(self, chunk: Chunk) -> list[Event]:
+    async def log_probs(self, chunk: Chunk) -> list[Raw]:
+        """Those of a chunk's tokens, if they are wanted with the events of content."""
+        if self._top is None:
+            return []
+        write = partial(chat_log_probs, chunk, self._turn.served.chat_tokens, self._top)
+        return await in_thread_if_many(write, len(chunk.ids), self._top)
+
+    def take(self, chunk: Chunk, probs: Sequence[Raw] = ()) -> list[Event]:
         """What a chunk says; sets `finish` with the last one. Ids behind the end of the answer are taken off
-        the chunk."""
+        the chunk. probs: what log_probs gave."""
         events: list[Event] = []
         if self._turn.one_call or self._top is not None:
-            probs, used = [], 0
-            if self._top is not None:
-                probs = chat_log_probs(chunk, self._turn.served.chat_tokens, self._top)
+            used = 0
             for text in text_of_ids(self._stream, chunk, self._decoder):
                 if self._cut:
                     break

@@ -46,7 +46,8 @@ class Items:
         answer = Answer(self._turn, self._stream, self._top)
         async for _, chunk in self._turn.streams:
             self._usage.note(self._stream, chunk)
-            changes = [change for each in answer.take(chunk) for change in self._take(each)]
+            events = answer.take(chunk, await answer.log_probs(chunk))
+            changes = [change for each in events for change in self._take(each)]
             if answer.finish is not None:
                 self._usage.reasoned(self._stream, await answer.reasoning_tokens())
             yield changes, answer, chunk
