@@ -75,7 +75,7 @@ def answered(tmp_path: Path) -> Answered:
             row = GenerationRequest(
                 np.array(prompt, "<i4"), params, streaming, True, stops, exclude and bool(stops)
             )
-            (stream,) = served.generate([(row, 1)], True).all
+            (stream,) = (await served.generate([(row, 1)], True)).all
             text = ""
             for n, token in enumerate(ids, 1):
                 code = protocol.FINISHED_LENGTH if n == len(ids) else protocol.RUNNING

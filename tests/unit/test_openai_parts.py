@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -75,7 +76,23 @@ def test_what_all_answers_of_a_request_take_is_bounded() -> None:
         (GenerationRequest(long[:1], SamplingParams(max_tokens=1, grammar="a" * (1 << 20))), "the guide has"),
     ):
         with pytest.raises(ApiError, match=words):
-            served.generate([(row, 128)], True)
+            asyncio.run(served.generate([(row, 128)], True))
+
+
+def test_many_stop_words_are_tokenised_in_a_thread() -> None:
+    """4090 of 60 characters take a third of a second, in which streams go on."""
+    metrics: Any = None
+    served: Any = ServedModel(Model(["m"], EngineConfig(model_dir="bundled")), metrics)
+    find, in_main = served.special_stops, []
+    served.link = SimpleNamespace(generate=lambda *args: None)
+    served.special_stops = lambda words: (
+        in_main.append(threading.current_thread() is threading.main_thread()) or find(words)
+    )
+    for words in (["the", "<|end_of_text|>"], ["<|end_of_text|>", *("the king" for _ in range(600))]):
+        row = GenerationRequest(np.zeros(1, "<i4"), SamplingParams(max_tokens=1), stop_words=words)
+        asyncio.run(served.generate([(row, 1)], True))
+        assert row.params.stop_sequences == [[1]]
+    assert in_main == [True, False]
 
 
 def test_arguments_of_calls_are_counted_before_they_are_parsed() -> None:

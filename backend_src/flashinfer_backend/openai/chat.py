@@ -191,7 +191,7 @@ class Turn:
         # ignore_eos asks for all of its tokens.
         stops = [] if request.ignore_eos else served.defaults.stop_strings
         row = generation_request(request, self.prompt, params, self.streaming, self.guide, stops)
-        self.streams = served.generate([(row, n)], self.skip_special_tokens, reduce)
+        self.streams = await served.generate([(row, n)], self.skip_special_tokens, reduce)
 
     def reader(self) -> Reader:
         if self.tools.named is not None:

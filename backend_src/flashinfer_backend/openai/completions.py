@@ -105,7 +105,7 @@ async def completions(served: ServedModel, parsed: ParsedCompletion) -> Response
             None if by_id is None else prompt_log_probs(prompt, logits, by_id, texts),
         )
 
-    streams = served.generate(rows, request.skip_special_tokens, reduce)
+    streams = await served.generate(rows, request.skip_special_tokens, reduce)
     return respond(served, streams, _Reply(served, request, model, streams, count), request.stream)
 
 

@@ -89,7 +89,7 @@ async def embeddings(served: ServedModel, parsed: tuple[EmbeddingRequest, list[A
     places = _places("input", len(inputs))
     if isinstance(inputs[0], str):
         inputs = await served.encode(inputs, request.add_special_tokens, places)
-    streams = _submit(served, request, inputs, places)
+    streams = await _submit(served, request, inputs, places)
     assert served.pooling is not None
     normalize, as_text = served.pooling.normalize, request.encoding_format == "base64"
 
@@ -161,7 +161,7 @@ async def _scored(
 ) -> Response:
     # The prompt's own last token is the one that is answered.
     prompts = await served.encode(pairs.prompts, False, pairs.places)
-    streams = _submit(served, pairs.request, prompts, pairs.places)
+    streams = await _submit(served, pairs.request, prompts, pairs.places)
 
     def probability(values: np.ndarray) -> float:
         """The share of yes in the softmax of both logits, or the sigmoid of one."""
@@ -171,7 +171,7 @@ async def _scored(
     return _answer(served, pairs.request, streams, name, pairs.places, probability, content)
 
 
-def _submit(
+async def _submit(
     served: ServedModel, request: PooledRequest, prompts: Sequence[list[int]], places: Sequence[str]
 ) -> Streams:
     most = served.limits.max_input_len
@@ -193,7 +193,7 @@ def _submit(
             np.array(ids, "<i4"), params, priority=request.priority, timeout_us=timeout_us
         )
         rows.append((row, 1))
-    return served.generate(rows, skip_special_tokens=False)
+    return await served.generate(rows, skip_special_tokens=False)
 
 
 def _answer(

@@ -5,7 +5,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +194,7 @@ class ServedModel:
             if any(not decoder.writes_all([i]) and (named(i) or word) in word for i in ids)
         ]
 
-    def generate(
+    async def generate(
         self,
         rows: Sequence[tuple[GenerationRequest, int]],
         skip_special_tokens: bool,
@@ -221,7 +221,9 @@ class ServedModel:
                     param="n",
                 )
         if skip_special_tokens and rows:
-            special = self.special_stops(rows[0][0].stop_words)  # the same in all rows
+            words = rows[0][0].stop_words  # the same in all rows
+            find = partial(self.special_stops, words)
+            special = find() if sum(map(len, words)) < LONG_TEXT else await asyncio.to_thread(find)
             for row, _ in rows:
                 row.params.stop_sequences += special
         return self.link.generate(list(rows), self.decoder(skip_special_tokens), reduce)
