@@ -13,8 +13,10 @@ import small_tokenizers
 from checkpoints import make_checkpoint
 from client.configurations import base_label
 from client.scenarios import Requirement, read_scenarios
+from flashinfer_backend.core.paths import resolve_model_dir
+from flashinfer_backend.models.hf import read_spec
 from flashinfer_backend.transport.rundir import process_alive
-from perf_configs import provenance, results, run, servers
+from perf_configs import provenance, published, results, run, servers
 from perf_configs.servers import ServerSpec, StartError, choose_servers, read_servers, serve
 from ports import free_ports
 from waiting import wait_for
@@ -405,3 +407,17 @@ def test_the_profile_and_the_prepare_script_build_a_repository(tmp_path):
     subprocess.run(script, check=True, timeout=120, cwd=run.ROOT, env=os.environ | environment)
     text = (tmp_path / "model_repo/llm/config.pbtxt").read_text()
     assert "dummy" in text and '"64"' in text
+
+
+@pytest.mark.parametrize("shape", published.NAMES)
+def test_shapes_have_their_published_form_in_fp8(shape, tmp_path):
+    """Which products are in FP8, and that nothing else of the shape changes."""
+    tokenizer = resolve_model_dir("bundled")
+    published.main([shape, str(tmp_path), "--tokenizer", str(tokenizer)])
+    assert (tmp_path / "tokenizer.json").is_file()
+    spec, plain = read_spec(tmp_path), read_spec(published.SHAPES / shape)
+    formats = {product.name: product.format for product in spec.products}
+    dense = {name for name, format in formats.items() if format == "dense"}
+    assert dense == {"ba", "lm_head"} | ({"router", "shared_gate"} if "a3b" in shape else set())
+    assert set(formats.values()) == {"dense", "fp8_block"}
+    assert [product.shape for product in spec.products] == [product.shape for product in plain.products]
