@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoints import make_checkpoint
+from checkpoints import make_checkpoint, make_multimodal
 from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.models import where
 from flashinfer_backend.models.hf import read_spec
@@ -71,3 +71,12 @@ def test_a_name_is_looked_for(capsys):
         with pytest.raises(SystemExit) as end:
             where.main(arguments)
         assert end.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_name_can_be_the_checkpoints_own(tmp_path, capsys):
+    """The text model of a multimodal one has another beginning there."""
+    folder = make_multimodal("qwen3", tmp_path)
+    names = [name for name in load_file(folder / "model.safetensors") if ".layers.1.self_attn.k_proj" in name]
+    assert names == ["model.language_model.layers.1.self_attn.k_proj.weight"]
+    assert where.main([str(folder), *names]) == 0
+    assert capsys.readouterr().out.startswith("model.layers.1.self_attn.k_proj.weight [")

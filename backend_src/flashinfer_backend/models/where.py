@@ -18,9 +18,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, 2 with wrong arguments."""
     parser = program("flashinfer_backend.models.where", __doc__)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="its folder; config.json suffices")
-    parser.add_argument(
-        "name", metavar="NAME", nargs="?", default="", help="part of tensors' names; default: all"
-    )
+    named = "part of tensors' names, or one as the checkpoint has it; default: all"
+    parser.add_argument("name", metavar="NAME", nargs="?", default="", help=named)
     told = "also print the part of each of RANKS ranks (default: 1)"
     parser.add_argument("--tensor-parallel-size", type=whole(1), default=1, metavar="RANKS", help=told)
     options = parser.parse_args(argv)
@@ -31,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         parser.error(str(error))
     by_rank = [destinations(Transformer(share, torch_ops, spec.dtype, "meta", 1)) for share in shares]
-    names = [name for name in by_rank[0] if options.name in name]
+    asked = spec.known_name(options.name)
+    names = [name for name in by_rank[0] if asked in name]
     if not names:
         parser.error(f"no tensor that config.json asks for has {options.name!r} in its name")
     for name in names:
