@@ -67,7 +67,8 @@ QWEN3_5 = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 32,
 }
-SHARED_EXPERT = {"shared_expert_intermediate_size": 32}
+# Folded: as two experts, and as one; and one whose size is no multiple of theirs.
+TWICE, ONCE, APART = ({"shared_expert_intermediate_size": size} for size in (96, 48, 32))
 # Positions in several chunks; layers of each kind: with experts and without, with positions and without.
 LLAMA4 = {
     **PLAIN_IDS,
@@ -146,12 +147,12 @@ KINDS: dict[str, tuple[str, dict, dict]] = {
     "qwen3-moe-mixed": ("Qwen3Moe", {"head_dim": 32, **EXPERTS, "mlp_only_layers": [0]}, {}),
     "qwen2-moe": (
         "Qwen2Moe",
-        {**EXPERTS, **SHARED_EXPERT, "num_hidden_layers": 3, "mlp_only_layers": [1]},
+        {**EXPERTS, **TWICE, "num_hidden_layers": 3, "mlp_only_layers": [1]},
         {},
     ),
     "qwen3.5": ("Qwen3_5", QWEN3_5, {}),
-    "qwen3.5-moe": ("Qwen3_5Moe", QWEN3_5 | EXPERTS | SHARED_EXPERT, {}),
-    "qwen3-next": ("Qwen3Next", QWEN3_5 | EXPERTS | SHARED_EXPERT | {"mlp_only_layers": [1]}, {}),
+    "qwen3.5-moe": ("Qwen3_5Moe", QWEN3_5 | EXPERTS | ONCE, {}),
+    "qwen3-next": ("Qwen3Next", QWEN3_5 | EXPERTS | APART | {"mlp_only_layers": [1]}, {}),
     "qwen3-moe-plain": ("Qwen3Moe", {"head_dim": 32, **EXPERTS}, {"max_shard_size": "100KB"}),
 }
 

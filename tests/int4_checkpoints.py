@@ -202,7 +202,7 @@ def make_int4(layout_name: str, kind: str, folder: Path, **sizes: Any) -> Quanti
     """Write a checkpoint of a kind of checkpoints.KINDS, quantised as INT4_LAYOUTS[layout_name] says."""
     layout = INT4_LAYOUTS[layout_name]
     experts = {"moe_intermediate_size": 128} if "moe" in kind or kind == "qwen3-next" else {}
-    shared = {"shared_expert_intermediate_size": 64} if kind == "qwen3-next" else {}
+    shared = {"shared_expert_intermediate_size": 256 if kind == "qwen2-moe" else 128} if experts else {}
     dense, model, tensors = make_dense(kind, folder, **(INT4_SIZES | experts | shared | sizes))
     for name, module in linears(model):
         if name.startswith(layout.ignored) or name.endswith(NEVER):

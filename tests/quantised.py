@@ -298,7 +298,9 @@ def sizes_of(kind: str) -> dict[str, Any]:
     """Config keys that a kind adds to SIZES. With more layers, roundings differ at earlier tokens."""
     few = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
     experts = EXPERT_SIZES | {"shared_expert_intermediate_size": 256} | few
-    sizes = {"qwen3-moe": EXPERT_SIZES, "qwen3.5-moe": experts | DELTA_SIZES, "qwen3.5": DELTA_SIZES | few}
+    twice = EXPERT_SIZES | {"shared_expert_intermediate_size": 512}
+    sizes = {"qwen3-moe": EXPERT_SIZES, "qwen2-moe": twice, "qwen3.5-moe": experts | DELTA_SIZES}
+    sizes |= {"qwen3.5": DELTA_SIZES | few}
     return next((own for name, own in sizes.items() if kind.startswith(name)), {})
 
 

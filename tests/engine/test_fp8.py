@@ -19,7 +19,8 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 CASES = [(layout, "llama") for layout in LAYOUTS if layout != "dense"] + [
     (layout, kind) for kind in FAMILIES[1:] for layout in ("ct-dynamic", "modelopt", "blocks", "on-load")
 ]
-CASES += [("ct-dynamic", "qwen3.5"), ("blocks", "qwen3.5"), ("on-load", "qwen3.5"), ("blocks", "qwen3.5-moe")]
+CASES += [("ct-dynamic", "qwen3.5"), ("blocks", "qwen3.5"), ("on-load", "qwen3.5"), ("blocks", "qwen2-moe")]
+CASES += [("ct-dynamic", "qwen3.5-moe"), ("blocks", "qwen3.5-moe")]
 CASES += [(layout, "qwen3-moe") for layout in ("ct-dynamic", "ct-block", "blocks", "on-load")]
 IN_FP8 = {"kv_cache_dtype": "fp8_e4m3"}
 

@@ -37,7 +37,9 @@ CASES = [(layout, "llama") for layout in INT4_LAYOUTS if layout != "gptq-qwen3.5
     ("awq", "qwen3.5"),
     ("packed", "qwen3.5"),  # a matrix that is read in parts, without the order of its columns
     ("gptq", "qwen3-next"),
-    ("gptq-qwen3.5", "qwen2-moe"),
+    ("gptq-qwen3.5", "qwen2-moe"),  # whose shared expert stays in 16 bits
+    ("gptq-rows", "qwen2-moe"),
+    ("packed", "qwen2-moe"),
 ]
 
 

@@ -115,7 +115,7 @@ SIZES = {"head_dim": 128, "intermediate_size": 512}  # half of them are whole bl
     ("layout", "kind"),
     [(layout, "llama") for layout in ("ct-dynamic", "ct-static", "modelopt-new", "blocks", "on-load")]
     + [(layout, "qwen3-moe") for layout in ("ct-dynamic", "blocks", "on-load")]
-    + [("blocks", "qwen3.5")],
+    + [("blocks", kind) for kind in ("qwen3.5", "qwen3.5-moe", "qwen2-moe")],
 )
 def test_ranks_serve_fp8(layout, kind, tmp_path, monkeypatch):
     checkpoint = make_quantised(layout, kind, tmp_path / "model", ranks=2, **SIZES)

@@ -105,7 +105,9 @@ def test_products(shape, format, clip):
         expected = by_formats(normed, chosen, weights, gate_up, down, experts, clip)
         expected = expected if residual is None else expected + residual
         mixture = Mixture(per_token, tokens != 64, clip)
-        found = cuda_ops.experts_add(x, norm, 1e-5, router, gate_up, down, mixture, residual)
+        found = cuda_ops.experts_add(
+            normed, cuda_ops.router_logits(normed, router), gate_up, down, mixture, residual
+        )
         # The order of float32's additions decides between experts that a token wants nearly as much.
         error = (found.float() - expected).norm(dim=1) / expected.norm(dim=1)
         wrong = int((error > BOUND[format]).sum())
@@ -122,22 +124,46 @@ def test_whole_experts_of_ranks_add_up(format):
     gate_up = make_weight("gate_up", experts, 2 * inner, hidden, format)
     down = make_weight("down", experts, hidden, inner, format)
     router = Weight("", torch.randn(experts, hidden, device="cuda").bfloat16() * hidden**-0.5)
-    norm = torch.ones(hidden, device="cuda").bfloat16()
     for tokens, per_token in ((1, 4), (9, 4), (300, 4), (9, 1), (300, 1)):
-        x, scaled = torch.randn(tokens, hidden, device="cuda").bfloat16(), per_token == 1
-        normed = cuda_ops.rms_norm(x, norm, 1e-5)
-        logits = normed.float() @ router.data.float().t()
+        normed, scaled = torch.randn(tokens, hidden, device="cuda").bfloat16(), per_token == 1
+        logits = cuda_ops.router_logits(normed, router)
         chosen, weights = torch_ops.route(logits, per_token, True)
-        if scaled:
-            normed = normed * logits.amax(-1, keepdim=True).sigmoid().bfloat16()
-        expected = by_formats(normed, chosen, weights, gate_up, down, experts)
+        factor = logits.amax(-1, keepdim=True).sigmoid().bfloat16() if scaled else 1
+        expected = by_formats(normed * factor, chosen, weights, gate_up, down, experts)
         found = torch.zeros_like(expected)
         for group in range(groups):
-            parts = router, gate_up.part(group, groups), down.part(group, groups)
+            parts = gate_up.part(group, groups), down.part(group, groups)
             own = group * experts // groups, experts // groups
             mixture = Mixture(per_token, True, scaled_input=scaled, own=own)
-            found += cuda_ops.experts_add(x, norm, 1e-5, *parts, mixture, None)
+            found += cuda_ops.experts_add(normed, logits, *parts, mixture, None)
         error = (found - expected).norm(dim=1) / expected.norm(dim=1)
+        wrong = int((error > BOUND[format]).sum())
+        assert wrong <= tokens // 100, f"{tokens} tokens: {wrong} differ, by up to {error.max():.2e}"
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_folded_experts(format):
+    """Which every token has behind its own, with a gate or without, and whose inputs are not scaled."""
+    from flashinfer_backend.ops import cuda_ops
+
+    experts, hidden, inner = 16, 512, 256
+    for tokens, per_token, further in ((1, 4, 1), (9, 4, 3), (300, 4, 2), (1, 1, 1), (9, 1, 1), (300, 1, 1)):
+        scaled, folded = per_token == 1, (experts, further)
+        gate_up = make_weight("gate_up", experts + further, 2 * inner, hidden, format)
+        down = make_weight("down", experts + further, hidden, inner, format)
+        rows = experts if scaled else experts + 8  # a gate's, and padding
+        router = Weight("", torch.randn(rows, hidden, device="cuda").bfloat16() * hidden**-0.5)
+        normed = torch.randn(tokens, hidden, device="cuda").bfloat16()
+        logits = cuda_ops.router_logits(normed, router)
+        chosen, weights = torch_ops.route(logits, per_token, True, folded)
+        factor = logits[:, :experts].amax(-1, keepdim=True).sigmoid().bfloat16() if scaled else 1
+        expected = sum(
+            by_formats(x, chosen[:, own], weights[:, own], gate_up, down, experts + further)
+            for x, own in ((normed * factor, slice(0, per_token)), (normed, slice(per_token, None)))
+        )
+        mixture = Mixture(per_token, True, scaled_input=scaled, folded=folded)
+        found = cuda_ops.experts_add(normed, logits, gate_up, down, mixture, None)
+        error = (found.float() - expected).norm(dim=1) / expected.norm(dim=1)
         wrong = int((error > BOUND[format]).sum())
         assert wrong <= tokens // 100, f"{tokens} tokens: {wrong} differ, by up to {error.max():.2e}"
 
@@ -160,7 +186,7 @@ def test_every_tile_gives_the_same(scales, tile):
     logits = torch.randn(500, experts, device="cuda") - 4 * (torch.arange(experts, device="cuda") > 5)
     experts_of = device.active().experts | {scales: entries((None, tile))}
     with device.use(replace(device.active(), experts=experts_of)):
-        found = cuda_experts.weighted_sum(x, logits, gate_up, down, Mixture(per_token, True), None)
+        found = cuda_experts.experts_add(x, logits, gate_up, down, Mixture(per_token, True), None)
     chosen, weights = torch_ops.route(logits, per_token, True)
     assert_close(found, by_formats(x, chosen, weights, gate_up, down, experts), BOUND[format])
 
@@ -195,18 +221,20 @@ def test_engines(layout, kind, tmp_path):
     compare_engines(f"{layout}, {kind}", checkpoint, SMALL | knobs, tmp_path, factor=2.5)
 
 
-OTHERS = ["gpt-oss", "gpt-oss in MXFP4", "qwen2-moe", "qwen3-moe in 4 bits"]
+OTHERS = ["gpt-oss", "gpt-oss in MXFP4", "qwen2-moe", "qwen2-moe, apart", "qwen3-moe in 4 bits"]
 
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_engines_of_other_families(kind, tmp_path):
-    """Beyond the windows of GPT-OSS, with its biases and sinks; with shared experts; in 4 bits."""
+    """Beyond the windows of GPT-OSS, with its biases and sinks; with shared experts, folded and apart; in 4
+    bits."""
     sizes = {"hidden_size": 512, "num_attention_heads": 8}
     if kind.startswith("gpt-oss"):
         published, folder = make_mxfp4(tmp_path, **sizes, head_dim=64, intermediate_size=256)
         served = published if kind.endswith("MXFP4") else folder
-    elif kind == "qwen2-moe":
-        served = folder = make_checkpoint(kind, tmp_path / "model", **sizes, **EXPERTS)
+    elif kind.startswith("qwen2-moe"):
+        shared = {"shared_expert_intermediate_size": 384 if kind.endswith("apart") else 512}
+        served = folder = make_checkpoint("qwen2-moe", tmp_path / "model", **sizes, **EXPERTS, **shared)
     else:
         sizes |= {"head_dim": 128, "moe_intermediate_size": 256}
         checkpoint = make_int4("awq", "qwen3-moe", tmp_path / "model", **sizes)

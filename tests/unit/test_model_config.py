@@ -27,6 +27,7 @@ from flashinfer_backend.ops import torch_ops
 from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.worker.formats import check_cuda_formats
 from flashinfer_backend.worker.memory import state_format
+from quantised import LAYOUTS
 
 SHAPES = Path(__file__).parents[2] / "perf_configs/shapes"
 # As Llama 3.1 8B was published, with the keys of transformers 4.
@@ -480,6 +481,36 @@ def test_groups_of_ranks_have_whole_experts(tmp_path):
         parse_kind(tmp_path, num_attention_heads=16, num_key_value_heads=16).share(Shard(0, 16, 16))
     with pytest.raises(UnsupportedModelError, match="expert_parallel_size=2 is for models with experts"):
         read_spec(make_checkpoint("llama", tmp_path / "llama")).check_expert_groups(2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "folded"),
+    [("qwen2-moe", (8, 2)), ("qwen3.5-moe", (8, 1)), ("llama4", (4, 1)), ("qwen3-next", None)],
+)
+def test_a_shared_expert_is_folded_where_it_is_as_large_as_some(tmp_path, kind, folded):
+    """Each rank's part of it as well, but not where ranks have whole experts, nor in other formats."""
+    spec = parse_kind(tmp_path, kind)
+    of_ranks = spec, spec.share(Shard(1, 2)), spec.share(Shard(1, 2, 2))
+    assert [each.experts.folded for each in of_ranks] == [folded, folded, None]
+    assert [each.experts.shared in each.mlps for each in of_ranks] == [not folded] * 2 + [True]
+    for mlp in (each.experts for each in of_ranks):
+        router, gate_up, down, *shared = mlp.products
+        count, further = len(mlp.gate_up.sources) // 2, mlp.folded[1] if mlp.folded else 0
+        assert [product.name for product in shared] == ([] if further else ["shared_gate_up", "shared_down"])
+        assert gate_up.experts == down.experts == count + further
+        assert gate_up.shape == ((count + further) * 2 * mlp.size, 64)
+        assert down.shape == ((count + further) * 64, mlp.size)
+        assert router.shape == ((4, 64) if kind == "llama4" else (16, 64))
+    if kind == "qwen2-moe":
+        config = LAYOUTS["ct-dynamic"].config
+        for ignored, expected in ((["lm_head"], folded), ([r"re:.*shared_expert\..*"], None)):
+            other = parse_kind(tmp_path, kind, quantization_config=config | {"ignore": ignored})
+            assert other.experts.gate_up.format == "fp8_token" and other.experts.folded == expected
+        gate_up, down = of_ranks[1].experts.products[1:]
+        parts = [slice(48, 72), slice(72, 96)]  # of the rank's half
+        assert [source.part.rows for source in gate_up.folded_sources] == [parts[0]] * 2 + [parts[1]] * 2
+        assert [source.part.columns for source in down.folded_sources] == parts
+        assert {source.module for source in down.folded_sources} == {"mlp.shared_expert.down_proj"}
 
 
 def test_every_architecture_has_a_checkpoint_to_compare_with_and_a_place_in_the_list():

@@ -25,7 +25,7 @@ from flashinfer_backend.ops import device
 from flashinfer_backend.worker import prebuild_triton
 from flashinfer_backend.worker.prebuild_triton import collect
 from perf_configs.replaying import head_spec
-from specs import EXPERTS, bundled
+from specs import EXPERTS, SHARED, bundled
 from tables import entries, measured
 
 pytest.importorskip("triton")
@@ -463,6 +463,22 @@ def test_what_experts_compile(format, experts):
     assert {name: found[name] for name in EXPERT_KERNELS} == kernels
 
 
+@pytest.mark.parametrize(("format", "folded"), [("dense", 1), ("fp8_block", 2)])
+def test_folded_experts_compile_for_hopper(format, folded):
+    """Their routes have as many variants as those of others."""
+    count = 12 + folded
+    keys = {"num_experts": count, "num_experts_per_tok": 3, "shared_expert_intermediate_size": folded * 768}
+    model = bundled(**SHARED | keys | {"hidden_size": 1024}).with_format(format)
+    assert model.mlp.folded == (count, folded)
+    ahead = ahead_of(model)
+    routes = [each for each in ahead if each[0].__name__ in EXPERT_KERNELS[:3]]
+    assert names(routes) == {"_route_and_place": 2, "_route": 1, "_place": 4}
+    others = {
+        kernel.__name__: (kernel, data) for kernel, data in ahead if kernel.__name__ in EXPERT_KERNELS[3:]
+    }
+    assert prebuild_triton.compile_together([*routes, *others.values()]) == []
+
+
 def test_blocks_that_cublas_multiplies_compile_no_tiles():
     """Of gate and up never, of down from 17 tokens on. torch looks at the layouts of scales without memory,
     too."""
@@ -534,16 +550,19 @@ DEEPEST = {"down": entries((24, Tiling(32, 64, 128, stages=7)), (64, Tiling(64, 
         *((format, None) for format in ("dense", "fp8_on_load", "fp8_static", "fp8_block", "int4_awq_128")),
         *(("dense", experts) for experts in ((128, 8), (8, 2), (4, 2), (1, 1))),
         *((format, (8, 2)) for format in ("fp8_on_load", "fp8_block", "int4_awq_128")),
+        *((format, (8, 2, size)) for format in ("dense", "fp8_block") for size in (768, 1536, 640)),
     ],
 )
-def test_products_of_any_number_of_tokens_are_ahead(format: str, experts: tuple[int, int] | None):
+def test_products_of_any_number_of_tokens_are_ahead(format: str, experts: tuple[int, ...] | None):
     """With adapters and without, and with tilings for adapters that no step without them takes."""
     from flashinfer_backend.models.adapter_places import AdapterPlaces
     from flashinfer_backend.models.transformer import Transformer
     from flashinfer_backend.ops import cuda_ops
 
-    mixture = dict(zip(("num_experts", "num_experts_per_tok"), experts or (), strict=False))
-    model = bundled(**SIZES_8B | (EXPERTS | mixture if experts else {}))
+    names_of = "num_experts", "num_experts_per_tok", "shared_expert_intermediate_size"
+    mixture = dict(zip(names_of, experts or (), strict=False))
+    kind = SHARED if len(mixture) == 3 else EXPERTS
+    model = bundled(**SIZES_8B | (kind | mixture if experts else {}))
     model, config = model.with_format(format) if format != "dense" else model, replace(CONFIG, max_loras=8)
 
     def steps() -> None:

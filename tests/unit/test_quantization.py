@@ -341,13 +341,13 @@ def test_random_weights_in_every_format(tmp_path, format):
 
 
 @pytest.mark.parametrize("format", ["fp8_token", "fp8_block"])
-def test_random_weights_of_experts(tmp_path, format):
-    """Each has its own."""
-    config = read_spec(make_quantised("dense", "qwen3-moe", tmp_path).folder)
+@pytest.mark.parametrize(("kind", "count"), [("qwen3-moe", 8), ("qwen2-moe", 10)])
+def test_random_weights_of_experts(tmp_path, format, kind, count):
+    """Each has its own, folded ones as well."""
+    config = read_spec(make_quantised("dense", kind, tmp_path).folder)
     model = Transformer(config.with_format(format), torch_ops, "float32", "cpu")
     load_weights(model, tmp_path, load_format="dummy")
-    layer, count = model.layers[1], config.mlp.count
-    for weight in (layer.gate_up, layer.down):
+    for weight in (model.layers[0].gate_up, model.layers[0].down):
         parts = [weight.part(index, count) for index in range(count)]
         values = [part.format.product(torch.eye(weight.shape[1]), part) for part in parts]
         assert all(v.std().item() == pytest.approx(config.initializer_range, rel=0.05) for v in values)

@@ -122,7 +122,8 @@ def test_a_router_decides_in_float32():
     down = Weight("down", torch.tensor([[0.0], [0.0], [1.0], [1.0]]).bfloat16())  # the second expert's counts
     x = torch.ones(1, 2).bfloat16()
     mixture = torch_ops.Mixture(1, renormalise=True)
-    found = torch_ops.experts_add(x, torch.ones(2).bfloat16(), 0.0, router, gate_up, down, mixture, None)
+    logits = torch_ops.router_logits(x, router)
+    found = torch_ops.experts_add(x, logits, gate_up, down, mixture, None)
     assert (found > 1).all()
 
 

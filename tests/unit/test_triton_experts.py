@@ -36,6 +36,8 @@ CASES = [
 ODD = (9, 4, 2, 96, 160, TILES[1], True)  # rows and columns that no tile divides, in 16 bits and in MXFP4
 WIDE_TILE = ExpertTile(16, ExpertBlock(256, 64, 2, 4), ExpertBlock(256, 64, 2, 4))
 WIDE = (3, 2, 1, 512, 384, WIDE_TILE, True)  # rows of several blocks of 128x128
+# Folded experts, and whether they have a gate.
+FOLDED = [(1, True), (1, False), (3, True)]
 
 
 def logits_of(tokens: int, experts: int, skewed: bool) -> torch.Tensor:
@@ -46,13 +48,30 @@ def logits_of(tokens: int, experts: int, skewed: bool) -> torch.Tensor:
 def check_routes(tokens: int, experts: int, chosen: int, renormalise: bool, skewed: bool) -> None:
     from flashinfer_backend.ops import triton_experts
 
-    logits = logits_of(tokens, experts, skewed)
-    expected, weights = torch_ops.route(logits, chosen, renormalise)
-    for size in (16, 32):
-        tiles = triton_experts.route(logits, chosen, renormalise, size)
-        torch.testing.assert_close(tiles.weights, weights)
-        assert len(tiles.experts) == triton_experts.most_tiles(tokens * chosen, experts, size)
-        check_tiles(tiles, expected.flatten().tolist())
+    for further, gate in [(0, False), *FOLDED]:
+        logits, folded = logits_of(tokens, experts, skewed), (experts, further) if further else None
+        if gate:  # and columns of padding
+            logits = torch.cat((logits, torch.randn(tokens, 3) * 9), 1)
+        expected, weights = torch_ops.route(logits, chosen, renormalise, folded)
+        own = torch_ops.route(logits[:, :experts], chosen, renormalise)
+        assert torch.equal(expected[:, :chosen], own[0]) and torch.equal(weights[:, :chosen], own[1])
+        for size in (16, 32):
+            tiles = triton_experts.route(logits, chosen, renormalise, size, folded=folded)
+            torch.testing.assert_close(tiles.weights, weights)
+            most = triton_experts.most_tiles(tokens * chosen, experts, size) + further * -(-tokens // size)
+            assert len(tiles.experts) == most and tiles.of_experts == experts + further
+            check_tiles(tiles, expected.flatten().tolist())
+
+
+def check_columns(tokens: int) -> None:
+    """Logits can be the first columns of others."""
+    from flashinfer_backend.ops import triton_experts
+
+    logits = logits_of(tokens, 8, False)
+    tiles = triton_experts.route(logits[:, :5], 2, True, 16)
+    expected, weights = torch_ops.route(logits[:, :5].clone(), 2, True)
+    torch.testing.assert_close(tiles.weights, weights)
+    check_tiles(tiles, expected.flatten().tolist())
 
 
 def check_tiles(tiles, expected: list[int]) -> None:
@@ -96,7 +115,7 @@ def check_shares(tokens: int, experts: int, chosen: int, groups: int) -> None:
         parts = [
             Weight("", whole[first : first + count].flatten(0, 1).contiguous()) for whole in (gate_up, down)
         ]
-        return cuda_experts.weighted_sum(normed, logits, *parts, Mixture(chosen, True, own=own), residual)
+        return cuda_experts.experts_add(normed, logits, *parts, Mixture(chosen, True, own=own), residual)
 
     for first in range(0, experts, count):
         tiles = triton_experts.route(logits, chosen, True, 16, (first, count))
@@ -111,17 +130,22 @@ def check_shares(tokens: int, experts: int, chosen: int, groups: int) -> None:
     torch.testing.assert_close(total, summed(0, experts, added).float(), atol=2e-2, rtol=0)
 
 
-def check_products(format, tokens, experts, chosen, hidden, inner, tile, residual, clip=None) -> None:
-    """clip: of an activation as GPT-OSS has it, with biases."""
+def check_products(
+    format, tokens, experts, chosen, hidden, inner, tile, residual, clip=None, further=0, gate=False
+) -> None:
+    """clip: of an activation as GPT-OSS has it, with biases. further: folded experts; gate: they have one. Of
+    one expert next to them the input is scaled."""
     from flashinfer_backend.ops import cuda_experts
 
     device = torch.device("cpu")
     # NumPy has no bfloat16 to multiply.
     dtype = torch.float16 if not format.startswith("fp8") else torch.bfloat16
     x = torch.randn(tokens, hidden).to(dtype)
-    router = torch.randn(experts, hidden) * hidden**-0.5
-    gate_up = Weight.empty("gate_up", (experts * 2 * inner, hidden), format, dtype, device)
-    down = Weight.empty("down", (experts * hidden, inner), format, dtype, device)
+    router = torch.randn(experts + 4 * gate, hidden) * hidden**-0.5
+    matrices, folded = experts + further, (experts, further) if further else None
+    scaled = chosen == 1 == further
+    gate_up = Weight.empty("gate_up", (matrices * 2 * inner, hidden), format, dtype, device)
+    down = Weight.empty("down", (matrices * hidden, inner), format, dtype, device)
     for weight, columns in ((gate_up, hidden), (down, inner)):
         # Rows differ in size, so that a scale of another one shows.
         sizes = torch.logspace(-1, 1, len(weight.data))[torch.randperm(len(weight.data))]
@@ -134,24 +158,25 @@ def check_products(format, tokens, experts, chosen, hidden, inner, tile, residua
     normed = torch_ops.rms_norm(x, norm, 1e-5)
     logits = F.linear(normed.float(), router)
     renormalise = bool(tokens % 2)
-    found = cuda_experts.weighted_sum(
-        normed, logits, gate_up, down, Mixture(chosen, renormalise, clip), added
-    )
-    routes = torch_ops.route(logits, chosen, renormalise)
-    expected = weighted_sum(normed.float(), *routes, gate_up, down, experts, clip)
+    mixture = Mixture(chosen, renormalise, clip, scaled, folded=folded)
+    found = cuda_experts.experts_add(normed, logits, gate_up, down, mixture, added)
+    routes = torch_ops.route(logits, chosen, renormalise, folded)
+    factor = logits[:, :experts].amax(-1, keepdim=True).sigmoid().to(dtype) if scaled else 1
+    inputs = [(normed * factor).float()] * experts + [normed.float()] * further
+    expected = weighted_sum(inputs, *routes, gate_up, down, clip)
     expected = expected if added is None else expected + added
     assert found.shape == expected.shape and found.dtype == dtype
     error = (found.float() - expected).norm(dim=1) / expected.norm(dim=1)
     assert (error < 2e-2).all(), (format, error.tolist())
 
 
-def weighted_sum(x, chosen, weights, gate_up, down, experts, clip) -> torch.Tensor:
-    """By the formats' own products, in float32."""
-    rows = torch.zeros_like(x)
+def weighted_sum(inputs, chosen, weights, gate_up, down, clip) -> torch.Tensor:
+    """By the formats' own products, in float32. inputs: of each expert."""
+    rows, experts = torch.zeros_like(inputs[0]), len(inputs)
     for token, of_token in enumerate(chosen.tolist()):
         for place, expert in enumerate(of_token):
             first, second = gate_up.part(expert, experts), down.part(expert, experts)
-            each = x[token : token + 1]
+            each = inputs[expert][token : token + 1]
             gate, up = first.format.product(each, as_float(first), first.bias).chunk(2, -1)
             gated = torch_ops.gated(gate, up, clip).bfloat16().float()  # as the first kernel stores it
             product = second.format.product(gated, as_float(second), second.bias)
@@ -184,12 +209,20 @@ if __name__ == "__main__":
         (50, 7, 3, True, True),
     ]:
         check_routes(tokens, experts, chosen, renormalise, skewed)
+    for tokens in (1, 4, 40):
+        check_columns(tokens)
     for tokens in (4, 20):
         check_broken_logits(tokens, renormalise=tokens == 4)
     for case in [(1, 8, 2, 2), (13, 8, 3, 4), (20, 4, 2, 2)]:
         check_shares(*case)
     for format, case in zip(FORMATS, CASES, strict=True):
         check_products(format, *case)
+    for further, gate in FOLDED:
+        for case in (CASES[1], CASES[2], CASES[3]):
+            check_products("dense", *case, further=further, gate=gate)
+    for format in FORMATS[1:3]:
+        check_products(format, *CASES[1], further=2, gate=True)
+        check_products(format, *CASES[3], further=1)
     check_products("int4_awq_64", *CASES[1])
     check_products("int4_packed_32", *CASES[1], clip=(1.702, 1.5))
     for format in ("dense", "mxfp4"):

@@ -31,10 +31,15 @@ def read(model: Transformer, name: str, fills: str) -> torch.Tensor:
     return found[slice(*map(int, rows.split(":")))] if rows else found
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3-moe", "mixtral"])
+FOLDED = {"shared_expert_intermediate_size": 48}  # as one of the experts
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("qwen2", {}), ("qwen3-moe", {}), ("mixtral", {}), ("qwen2-moe", FOLDED)]
+)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_tensors_are_where_it_says(kind, ranks, tmp_path, capsys):
-    folder = make_checkpoint(kind, tmp_path)
+def test_tensors_are_where_it_says(kind, sizes, ranks, tmp_path, capsys):
+    folder = make_checkpoint(kind, tmp_path, **sizes)
     stored = load_file(folder / "model.safetensors")
     models = [
         Transformer(read_spec(folder).share(Shard(rank, ranks)), torch_ops, "float32", "cpu")

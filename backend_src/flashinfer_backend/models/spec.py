@@ -28,6 +28,7 @@ CENTRED = "dense", "fp8_on_load"  # formats whose rows can be changed
 STACKED = "dense", "fp8_on_load", "mxfp4"  # formats that are read where all experts are one tensor
 # What transformers calls scales of FP8 weights without blocks, as Mistral publishes them, and names here.
 SCALE_NAMES = {".weight_scale_inv": ".weight_scale", ".activation_scale": ".input_scale"}
+ROUTER_GRAIN = 8  # rows of a router with further ones come in multiples: its logits' rows are aligned
 VOCAB_GRAIN = 16  # rows of a rank's share of the vocabulary come in multiples, as its kernels want them
 
 
@@ -73,7 +74,8 @@ class Product:
     scale: what the checkpoint's weight is multiplied by. centred: the mean of the weight's rows is taken from
     each of them, so that the product's mean is 0. stack: a tensor that checkpoints have in place of
     the sources'. first_expert, elsewhere: which of the checkpoint's experts these are, and the
-    sources of those that other ranks have. format: one of ops.weight.FORMATS.
+    sources of those that other ranks have. folded: how many of `experts`, the last ones, are equal parts of
+    the expert that all tokens share (Experts.folded). format: one of ops.weight.FORMATS.
     """
 
     name: str
@@ -89,6 +91,7 @@ class Product:
     stack: Stack | None = None
     first_expert: int = 0
     elsewhere: tuple[Source, ...] = ()
+    folded: int = 0
     format: WeightFormat = "dense"
 
     @cached_property
@@ -99,8 +102,19 @@ class Product:
 
     @property
     def all_experts(self) -> int:
-        """How many experts the checkpoint has."""
-        return self.experts + len(self.elsewhere) * self.experts // len(self.sources)
+        """How many experts the checkpoint has, without a folded one."""
+        return self.experts - self.folded + len(self.elsewhere) * self.experts // len(self.sources)
+
+    @property
+    def folded_sources(self) -> tuple[Source, ...]:
+        """Those of the parts of a folded expert."""
+        return self.sources[-self.folded * len(self.sources) // self.experts :] if self.folded else ()
+
+    def with_folded(self, parts: list[Product]) -> Product:
+        """That of the experts and behind them of the parts of the one that all tokens share."""
+        sources = (source for part in parts for source in part.sources)
+        experts = self.experts + len(parts)
+        return replace(self, sources=(*self.sources, *sources), experts=experts, folded=len(parts))
 
     def of_experts(self, first: int, count: int) -> Product:
         """That of `count` experts alone."""
@@ -473,8 +487,9 @@ class Experts(Gated):
     sum. scaled_input: of a token's one expert the input is multiplied, by the sigmoid of its logit, and the
     result is not. gate_up and down hold those of the first expert, then of the second and so on. clip: of
     their activation, as ops.torch_ops.gated takes it. shared: an MLP of every token, whose result is added,
-    times the sigmoid of shared_gate's one value, where there is one. Its products are named shared_gate_up
-    and shared_down. own: the first of a rank's whole experts, and how many it has; None: all."""
+    times the sigmoid of shared_gate's one value, where there is one. own: the first of a rank's whole
+    experts, and how many it has; None: all. The weights are those of `products`: the shared gate's row is
+    behind the router's, the shared MLP is `folded` or has products named shared_gate_up and shared_down."""
 
     router: Product
     count: int
@@ -487,10 +502,28 @@ class Experts(Gated):
     own: tuple[int, int] | None = None
 
     @property
+    def folded(self) -> tuple[int, int] | None:
+        """The shared MLP as further experts, which every token has and gate_up and down hold behind the
+        others: the number of the first, and how many. None: there is none, or it is computed apart, as its
+        size is no multiple of an expert's, it has other formats, or the rank has only some experts."""
+        shared = self.shared
+        if shared is None or self.own is not None or shared.size % self.size:
+            return None
+        formats = [(mlp.gate_up.format, mlp.down.format) for mlp in (self, shared)]
+        return (self.count, shared.size // self.size) if formats[0] == formats[1] else None
+
+    @cached_property
     def products(self) -> tuple[Product, ...]:
-        shared = () if self.shared is None else self.shared.products
-        gate = () if self.shared_gate is None else (self.shared_gate,)
-        return self.router, self.gate_up, self.down, *shared, *gate
+        router, gate_up, down, shared = self.router, self.gate_up, self.down, self.shared
+        if self.shared_gate is not None:
+            sources = *router.sources, *self.shared_gate.sources
+            router = replace(router, sources=sources, padding=-(self.count + 1) % ROUTER_GRAIN)
+        if shared is None or self.folded is None:
+            return router, gate_up, down, *(() if shared is None else shared.products)
+        _, count = self.folded
+        parts = [shared.share(Shard(index, count)) for index in range(count)]
+        gate_up = gate_up.with_folded([part.gate_up for part in parts])
+        return router, gate_up, down.with_folded([part.down for part in parts])
 
     def share(self, shard: Shard) -> Experts:
         """An equal part of the gates' rows; with groups of ranks, of a group's experts."""
@@ -740,10 +773,12 @@ class ModelSpec:
 
     @property
     def mlps(self) -> list[Gated]:
-        """Those of layers without experts, and those that all tokens share; each once."""
+        """Those of layers without experts, and those that all tokens share, unless folded; each once."""
         found: list[Gated] = []
         for layer in self.layers:
-            mlp = layer.mlp.shared if isinstance(layer.mlp, Experts) else layer.mlp
+            mlp: Gated | None = layer.mlp
+            if isinstance(mlp, Experts):
+                mlp = None if mlp.folded else mlp.shared
             if mlp is not None and mlp not in found:
                 found.append(mlp)
         return found

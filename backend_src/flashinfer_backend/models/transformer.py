@@ -74,7 +74,6 @@ class Layer(nn.Module):
     down: Weight
     shared_gate_up: Weight
     shared_down: Weight
-    shared_gate: Weight
     xielu: nn.Parameter | None
 
     def __init__(
@@ -117,13 +116,15 @@ class Layer(nn.Module):
     def _mlp(self, hidden: Tensor, residual: Tensor | None, chosen: Chosen | None = None) -> Tensor:
         mlp, ops = self.spec.mlp, self.ops
         if isinstance(mlp, Experts):
-            weights = self.router, self.gate_up, self.down
-            mixture = Mixture(mlp.per_token, mlp.norm_topk, mlp.clip, mlp.scaled_input, mlp.own)
-            residual = self._of_one_rank(residual)
-            if mlp.shared is not None:
-                shared = self._shared(hidden)
-                residual = shared if residual is None else residual + shared
-            return ops.experts_add(hidden, self.post_norm, self.eps, *weights, mixture, residual)
+            normed = ops.rms_norm(hidden, self.post_norm, self.eps)
+            logits, residual = ops.router_logits(normed, self.router), self._of_one_rank(residual)
+            if mlp.folded is None:
+                logits, gate = logits[:, : mlp.count], logits[:, mlp.count : mlp.count + 1]
+                if mlp.shared is not None:
+                    shared = self._shared(hidden, None if mlp.shared_gate is None else gate)
+                    residual = shared if residual is None else residual + shared
+            mixture = Mixture(mlp.per_token, mlp.norm_topk, mlp.clip, mlp.scaled_input, mlp.own, mlp.folded)
+            return ops.experts_add(normed, logits, self.gate_up, self.down, mixture, residual)
         plain = mlp.activation == "silu" and self.gate_up.bias is None
         if plain and self.post_norm is not None:
             inner = ops.norm_gate_up_silu(hidden, self.post_norm, self.eps, self.gate_up, chosen)
@@ -132,16 +133,11 @@ class Layer(nn.Module):
             inner = ops.activate(product, mlp.activation, self.xielu)
         return self._added(inner, self.down, residual, chosen)
 
-    def _shared(self, hidden: Tensor) -> Tensor:
-        """A rank's part of what the MLP adds that all tokens share."""
-        assert self.post_norm is not None
-        ops, mlp = self.ops, self.spec.mlp
-        inner = ops.norm_gate_up_silu(hidden, self.post_norm, self.eps, self.shared_gate_up)
-        added = ops.linear_add(inner, self.shared_down, None)
-        if isinstance(mlp, Experts) and mlp.shared_gate is None:
-            return added
-        normed = ops.rms_norm(hidden, self.post_norm, self.eps)
-        return torch.sigmoid(F.linear(normed, self.shared_gate.data)) * added
+    def _shared(self, hidden: Tensor, gate: Tensor | None) -> Tensor:
+        """A rank's part of what the MLP adds that all tokens share, times the sigmoid of gate[T, 1]."""
+        inner = self.ops.norm_gate_up_silu(hidden, self.post_norm, self.eps, self.shared_gate_up)
+        added = self.ops.linear_add(inner, self.shared_down, None)
+        return added if gate is None else gate.sigmoid().to(added.dtype) * added
 
     def _added(self, x: Tensor, weight: Weight, residual: Tensor | None, chosen: Chosen | None) -> Tensor:
         """A rank's part of residual + weight of x + bias + what its tokens' adapters add."""

@@ -152,7 +152,9 @@ def of_layers(model: Model) -> dict[str, Stored]:
             targets |= apart
             if product.stack:  # one rank adds a bias of what is summed over ranks
                 biased = not (product.adds and model.spec.shard.in_group.rank)
-                targets |= _of_stack(product, weight, prefix, tuple(apart), biased)
+                shared = tuple(f"{prefix}{source.module}." for source in product.folded_sources)
+                names = tuple(name for name in apart if not name.startswith(shared))
+                targets |= _of_stack(product, weight, prefix, names, biased)
         if layer.xielu is not None:
             targets |= _of_xielu(layer.xielu, prefix)
         if isinstance(layer, DeltaLayer):
@@ -247,7 +249,8 @@ def _of_stack(
     name, transposed, turns = product.stack
     count, ((height, width), own, columns) = product.experts, product.sources[0].part
     each, format = len(product.sources) // count, weight.format
-    experts = product.all_experts, slice(product.first_expert, product.first_expert + count)
+    first, last = product.first_expert, product.first_expert + count - product.folded
+    experts = product.all_experts, slice(first, last)
     # A rank's rows follow each other where sources take turns; else all are read.
     rows, kept = (slice(own.start * each, own.stop * each), ALL) if turns else (ALL, own)
     by_row, by_column = (height * each, rows), (width, columns)

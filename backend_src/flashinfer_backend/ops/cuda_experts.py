@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mixture of experts on CUDA, as ops.torch_ops.experts_add, by Triton's kernels: weights of 16 bits, FP8 or
+"""A mixture of experts on CUDA, as ops.torch_ops computes it, by Triton's kernels: weights of 16 bits, FP8 or
 MXFP4.
 
 In FP8 x is quantised before each of the two products, as the weights' format says. No call waits for the
@@ -19,29 +19,26 @@ from flashinfer_backend.ops.weight import Fp8Block, Fp8Token, Weight
 
 
 def router_logits(normed: Tensor, router: Weight) -> Tensor:
-    """normed[T, H] @ router[E, H].T, and its bias -> float32 [T, E]."""
+    """normed[T, H] @ router[N, H].T, and its bias -> float32 [T, N]."""
     logits = torch.mm(normed, router.data.t(), out_dtype=torch.float32)
     return logits if router.bias is None else logits.add_(router.bias)
 
 
-def weighted_sum(
-    normed: Tensor,
-    logits: Tensor,
-    gate_up: Weight,
-    down: Weight,
-    mixture: Mixture,
-    residual: Tensor | None,
+def experts_add(
+    normed: Tensor, logits: Tensor, gate_up: Weight, down: Weight, mixture: Mixture, residual: Tensor | None
 ) -> Tensor:
-    """residual (None: 0) plus each token's experts of normed[T, H], which logits[T, E] choose and weight:
-    residual[T, H] -> [T, H]. See ops.torch_ops.experts_add, whose x normed is the norm of. residual is
-    unchanged."""
-    per_token, renormalise, clip, _, own = mixture
-    pairs = len(logits) * per_token // logits.shape[1]
-    tile = choose(pairs, triton_experts.scales_of(gate_up))
-    tiles = triton_experts.route(logits, per_token, renormalise, tile.tokens, own)
+    """residual (None: 0) plus each token's experts of normed[T, H], which logits[T, N] choose and weight:
+    residual[T, H] -> [T, H]. See ops.torch_ops.experts_add. residual is unchanged."""
+    per_token, renormalise, clip, scaled_input, own, folded = mixture
+    experts, further = folded or (logits.shape[1], 0)
+    tile = choose(len(logits) * per_token // experts, triton_experts.scales_of(gate_up))
+    tiles = triton_experts.route(logits, per_token, renormalise, tile.tokens, own, folded)
+    if scaled_input:  # with folded ones a row for each pair
+        scaled = normed * logits[:, :experts].amax(-1, keepdim=True).sigmoid().to(normed.dtype)
+        normed = torch.stack([scaled, *[normed] * further], 1).flatten(0, 1)
     gated = product_of(normed, gate_up, tiles, tile, gated=True, clip=clip)
     products = product_of(gated, down, tiles, tile, gated=False)
-    return triton_experts.add_up(products, residual, len(normed), None if own is None else tiles.weights)
+    return triton_experts.add_up(products, residual, len(logits), None if own is None else tiles.weights)
 
 
 def product_of(
@@ -54,11 +51,12 @@ def product_of(
 ) -> Tensor:
     """triton_experts.product of x in 16 bits, which is quantised as the weight's format says."""
     scales: Tensor | None = None
+    pairs_a_row = tiles.weights.numel() // len(x)  # before rows are added to x
     if isinstance(weight.format, Fp8Block):
         x, scales = triton_fp8.quantise_groups(x)
     elif isinstance(weight.format, Fp8Token):
         x, scales = triton_fp8.quantise_rows(x)
-    return triton_experts.product(x, scales, weight, tiles, tile, gated, clip)
+    return triton_experts.product(x, scales, weight, tiles, tile, gated, pairs_a_row, clip)
 
 
 @device.cached

@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashinfer_backend.ops import cublas, cuda_experts, cuda_fp8, cuda_int4, gated_linear, triton_linear
+from flashinfer_backend.ops import cublas, cuda_fp8, cuda_int4, gated_linear, triton_linear
+from flashinfer_backend.ops.cuda_experts import experts_add, router_logits
 from flashinfer_backend.ops.tilings import choose, choose_adapted
 from flashinfer_backend.ops.torch_delta import count_held
-from flashinfer_backend.ops.torch_ops import Mixture, embedded_down, xielu
+from flashinfer_backend.ops.torch_ops import embedded_down, xielu
 from flashinfer_backend.ops.triton_adapters import expand, group_adapters, shrink
 from flashinfer_backend.ops.triton_delta import delta_net
 from flashinfer_backend.ops.triton_drafts import (
@@ -192,22 +193,3 @@ def overwrites_residual(weight: Weight, tokens: int) -> bool:
     if isinstance(weight.format, Int4):
         return True  # where it is written out in 16 bits
     return weight.format is DENSE and choose(weight.role, tokens, weight.data) is None
-
-
-def experts_add(
-    x: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    router: Weight,
-    gate_up: Weight,
-    down: Weight,
-    mixture: Mixture,
-    residual: Tensor | None,
-) -> Tensor:
-    """residual (None: 0) plus each token's experts of n = rms_norm(x), chosen and weighted by n @ router.T:
-    x[T, H], router[E, H], gate_up[E 2I, H], down[E H, I], residual[T, H] -> [T, H]. See ops.torch_ops."""
-    normed = rms_norm(x, norm_weight, eps)
-    logits = cuda_experts.router_logits(normed, router)
-    if mixture.scaled_input:
-        normed = normed * logits.amax(-1, keepdim=True).sigmoid().to(normed.dtype)
-    return cuda_experts.weighted_sum(normed, logits, gate_up, down, mixture, residual)

@@ -37,13 +37,16 @@ class Mixture(NamedTuple):
     """How a mixture of experts is computed. per_token: a token's experts, weighted as `route` says.
     clip: of their activation, as `gated` takes it. scaled_input, with one renormalised expert for a token:
     what it reads is multiplied by the sigmoid of its logit once it is chosen. own: which of the router's
-    experts are there, the first and how many; the others add nothing. None: all."""
+    experts are there, the first and how many; the others add nothing. None: all. folded: the number of the
+    first expert that all tokens have next to those that they choose, and how many; None: there is none.
+    Their inputs are not scaled."""
 
     per_token: int
     renormalise: bool
     clip: tuple[float, float] | None = None
     scaled_input: bool = False
     own: tuple[int, int] | None = None
+    folded: tuple[int, int] | None = None
 
 
 class Penalties(NamedTuple):
@@ -192,14 +195,28 @@ def norm_gate_up_silu(
     return F.silu(gate) * up
 
 
-def route(logits: Tensor, experts_per_token: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+def router_logits(normed: Tensor, router: Weight) -> Tensor:
+    """normed[T, H] @ router[N, H].T, and its bias -> float32 [T, N]. Rounded to 16 bits, logits would be
+    equal more often, and another expert would be taken."""
+    bias = None if router.bias is None else router.bias.float()
+    return F.linear(normed.float(), router.data.float(), bias)
+
+
+def route(
+    logits: Tensor, experts_per_token: int, renormalise: bool, folded: tuple[int, int] | None = None
+) -> tuple[Tensor, Tensor]:
     """Each token's experts and their weights, logits[T, E] -> int64, float32, both [T, experts_per_token].
 
     They are the largest of softmax(logits), in float32, divided by their sum if `renormalise`: Mixtral's
-    routing, https://arxiv.org/abs/2401.04088, section 2.1.
+    routing, https://arxiv.org/abs/2401.04088, section 2.1. folded: as of Mixture (E, n): behind them each
+    token has n more, whose weights are the sigmoid of logits[:, E], or 1 where there is no such column.
     """
-    weights, chosen = logits.float().softmax(-1).topk(experts_per_token, dim=-1)
-    return chosen, weights / weights.sum(-1, keepdim=True) if renormalise else weights
+    first, further = folded or (logits.shape[1], 0)
+    weights, chosen = logits[:, :first].float().softmax(-1).topk(experts_per_token, dim=-1)
+    weights = weights / weights.sum(-1, keepdim=True) if renormalise else weights
+    gates = logits[:, first : first + 1].float().sigmoid() if logits.shape[1] > first else torch.ones(())
+    every = torch.arange(first, first + further, device=logits.device).expand(len(logits), -1)
+    return torch.cat((chosen, every), 1), torch.cat((weights, gates.to(weights).expand(every.shape)), 1)
 
 
 def gated(gate: Tensor, up: Tensor, clip: tuple[float, float] | None = None) -> Tensor:
@@ -213,39 +230,31 @@ def gated(gate: Tensor, up: Tensor, clip: tuple[float, float] | None = None) -> 
 
 
 def experts_add(
-    x: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    router: Weight,
-    gate_up: Weight,
-    down: Weight,
-    mixture: Mixture,
-    residual: Tensor | None,
+    normed: Tensor, logits: Tensor, gate_up: Weight, down: Weight, mixture: Mixture, residual: Tensor | None
 ) -> Tensor:
-    """residual (None: 0) plus each token's experts, which `route` chooses by n @ router.T, in float32, and
-    weights: down @ `gated`(gate @ n, up @ n, clip) of an expert with n = rms_norm(x). x[T, H], residual[T, H]
-    -> [T, H]. Use the returned tensor.
+    """residual (None: 0) plus each token's experts, which `route` chooses and weights by logits[T, N]:
+    down @ `gated`(gate @ n, up @ n, clip) of an expert with n of normed[T, H]. residual[T, H] -> [T, H].
 
-    router[E, H]; gate_up[E 2I, H] and down[E H, I] hold the experts below each other, of each the gate's rows
-    before the up projection's. Each may have a bias. May overwrite residual.
+    gate_up[E 2I, H] and down[E H, I] hold the experts below each other, of each the gate's rows before the up
+    projection's; folded ones are the last. Each may have a bias. residual is unchanged.
     """
-    normed, (start, count) = rms_norm(x, norm_weight, eps), mixture.own or (0, len(router.data))
-    # Rounded to 16 bits, logits would be equal more often, and another expert would be taken.
-    bias = None if router.bias is None else router.bias.float()
-    logits = F.linear(normed.float(), router.data.float(), bias)
-    chosen, weights = route(logits, mixture.per_token, mixture.renormalise)
+    first, further = mixture.folded or (logits.shape[1], 0)
+    start, count = mixture.own or (0, first + further)
+    chosen, weights = route(logits, mixture.per_token, mixture.renormalise, mixture.folded)
+    routed = normed
     if mixture.scaled_input:
-        normed = normed * logits.amax(-1, keepdim=True).sigmoid().to(normed.dtype)
-    result = torch.zeros_like(x, dtype=torch.float32)
+        routed = normed * logits[:, :first].amax(-1, keepdim=True).sigmoid().to(normed.dtype)
+    result = torch.zeros_like(normed, dtype=torch.float32)
     for expert in (chosen - start).unique().tolist():
         if not 0 <= expert < count:
             continue
         tokens, place = torch.where(chosen == expert + start)
-        first, second = gate_up.part(expert, count), down.part(expert, count)
-        gate, up = first.format.product(normed[tokens], first, first.bias).chunk(2, dim=-1)
-        product = second.format.product(gated(gate, up, mixture.clip), second, second.bias)
+        x = (routed if expert + start < first else normed)[tokens]
+        one, two = gate_up.part(expert, count), down.part(expert, count)
+        gate, up = one.format.product(x, one, one.bias).chunk(2, dim=-1)
+        product = two.format.product(gated(gate, up, mixture.clip), two, two.bias)
         result.index_add_(0, tokens, product.float() * weights[tokens, place].unsqueeze(1))
-    return (result if residual is None else residual.float() + result).to(x.dtype)
+    return (result if residual is None else residual.float() + result).to(normed.dtype)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels of a mixture of experts: which experts a token has, their products, and the weighted sum.
 
-A pair is a token and one of its k experts; pair p is of token p // k. Pairs of the same expert are brought
-together in tiles, so that a program multiplies several tokens by the weights that it reads. How many tiles
-there are depends on the tokens, which the host does not know: programs are launched for the most that there
-can be, and those without a tile end at once. So all of it can be captured.
+A pair is a token and one of its k experts; pair p is of token p // k. The last of them can be folded ones,
+which all tokens have. Pairs of the same expert are brought together in tiles, so that a program multiplies
+several tokens by the weights that it reads. How many tiles there are depends on the tokens, which the host
+does not know: programs are launched for the most that there can be, and those without a tile end at once. So
+all of it can be captured.
 """
 
 from __future__ import annotations
@@ -41,13 +42,15 @@ def _begin(NATIVE: tl.constexpr):
 
 @triton.jit
 def _choose(
-    logits, row, tokens, E: tl.constexpr, CHOSEN: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr
-):
-    # Of each of these rows [R]: its experts and their share of a softmax [R, SLOTS], and which of its experts
-    # each of all is [R, WIDTH], or -1. NaN is chosen last: there are always as many, each once.
+    logits, row, tokens, E: tl.constexpr, CHOSEN: tl.constexpr, FOLDED: tl.constexpr, WIDTH: tl.constexpr,
+    SLOTS: tl.constexpr, APART: tl.constexpr, GATE: tl.constexpr, RENORMALISE: tl.constexpr,
+    FIRST: tl.constexpr, OWN: tl.constexpr,
+):  # fmt: skip
+    # Of each of these rows [R]: its experts and the weights of all that it has [R, SLOTS], and which of its
+    # experts each of all is [R, WIDTH], or -1. NaN is chosen last: there are always as many, each once.
     e, slot = tl.arange(0, WIDTH)[None, :], tl.arange(0, SLOTS)[None, :]
     real = (row < tokens)[:, None] & (e < E)
-    left = tl.load(logits + row[:, None] * E + e, mask=real, other=float("-inf"))
+    left = tl.load(logits + row[:, None] * APART + e, mask=real, other=float("-inf"))
     left = tl.exp(left - tl.max(left, axis=1)[:, None])
     total = tl.sum(left, axis=1)[:, None]
     share = left / total
@@ -62,7 +65,16 @@ def _choose(
         taken = e == index[:, None]
         which = tl.where(taken, i, which)
         left = tl.where(taken, -1.0, left)
-    return best, tl.where(total == total, value, total), which
+    value = tl.where(total == total, value, total)
+    if RENORMALISE:
+        value /= tl.sum(tl.where(slot < CHOSEN, value, 0.0), axis=1)[:, None]
+    value = tl.where((best >= FIRST) & (best < FIRST + OWN), value, 0.0)
+    if FOLDED:
+        gate = tl.full([row.shape[0]], 1.0, tl.float32)
+        if GATE:
+            gate = tl.sigmoid(tl.load(logits + row * APART + E, mask=row < tokens, other=0.0))
+        value = tl.where(slot < CHOSEN, value, gate[:, None])
+    return best, value, which
 
 
 @triton.jit
@@ -80,36 +92,47 @@ def _tiles_of(count, p, TOKENS: tl.constexpr, WIDTH: tl.constexpr):
 @triton.jit(do_not_specialize=["tokens"])
 def _route(
     logits, chosen, weights, places, counts, tokens,
-    E: tl.constexpr, CHOSEN: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
-    RENORMALISE: tl.constexpr, FIRST: tl.constexpr, OWN: tl.constexpr, NATIVE: tl.constexpr,
+    E: tl.constexpr, CHOSEN: tl.constexpr, FOLDED: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
+    APART: tl.constexpr, GATE: tl.constexpr, RENORMALISE: tl.constexpr, FIRST: tl.constexpr,
+    OWN: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     _begin(NATIVE)
     row, slot = tl.program_id(0) + tl.arange(0, 1), tl.arange(0, SLOTS)[None, :]
-    best, value, _ = _choose(logits, row, tokens, E, CHOSEN, WIDTH, SLOTS)
-    if RENORMALISE:
-        value /= tl.sum(value, axis=1)[:, None]
-    value = tl.where((best >= FIRST) & (best < FIRST + OWN), value, 0.0)
-    inside, pair = slot < CHOSEN, row[:, None] * CHOSEN + slot
+    best, value, _ = _choose(
+        logits, row, tokens, E, CHOSEN, FOLDED, WIDTH, SLOTS, APART, GATE, RENORMALISE, FIRST, OWN
+    )
+    inside, pair = slot < CHOSEN, row[:, None] * (CHOSEN + FOLDED) + slot
     tl.store(chosen + pair, best, mask=inside)
-    tl.store(weights + pair, value, mask=inside)
+    tl.store(weights + pair, value, mask=slot < CHOSEN + FOLDED)
     tl.store(places + pair, tl.atomic_add(counts + best, 1, mask=inside), mask=inside)
 
 
 @triton.jit(do_not_specialize=["pairs", "tiles"])
 def _place(
     chosen, places, counts, order, experts, filled, pairs, tiles,
-    WIDTH: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr, OWN: tl.constexpr,
-    NATIVE: tl.constexpr,
+    CHOSEN: tl.constexpr, FOLDED: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+    PAIRS: tl.constexpr, FIRST: tl.constexpr, OWN: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
+    # The tiles of folded experts, which have all tokens, come before the others.
     _begin(NATIVE)
     e, p = tl.arange(0, WIDTH), tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
+    token, slot = p // (CHOSEN + FOLDED), p % (CHOSEN + FOLDED)
+    tokens = pairs // (CHOSEN + FOLDED)
+    full = (tokens + TOKENS - 1) // TOKENS
     count = tl.load(counts + e, mask=(e >= FIRST) & (e < FIRST + OWN), other=0)
-    begin, owner, has = _tiles_of(count, p, TOKENS, WIDTH)
-    inside = p < pairs
+    begin, owner, has = _tiles_of(count, p - FOLDED * full, TOKENS, WIDTH)
+    inside = (p < pairs) & (slot < CHOSEN)
     expert = tl.load(chosen + p, mask=inside, other=0)
     place = tl.load(places + p, mask=inside, other=0)
-    first = tl.sum(tl.where(e[None, :] == expert[:, None], begin[None, :], 0), axis=1)
+    first = FOLDED * full + tl.sum(tl.where(e[None, :] == expert[:, None], begin[None, :], 0), axis=1)
     there = inside & (expert >= FIRST) & (expert < FIRST + OWN)
+    if FOLDED:
+        of_all, before = slot >= CHOSEN, p < FOLDED * full
+        first = tl.where(of_all, (slot - CHOSEN) * full, first)
+        place = tl.where(of_all, token, place)
+        there = there | (of_all & (p < pairs))
+        owner = tl.where(before, FIRST + OWN + p // full, owner)
+        has = tl.where(before, tl.minimum(tokens - p % full * TOKENS, TOKENS), has)
     tl.store(order + first * TOKENS + place, p, mask=there)
     tl.store(experts + p, owner - FIRST, mask=p < tiles)
     tl.store(filled + p, has, mask=p < tiles)
@@ -118,38 +141,42 @@ def _place(
 @triton.jit(do_not_specialize=["tokens", "tiles"])
 def _route_and_place(
     logits, weights, order, experts, filled, tokens, tiles,
-    E: tl.constexpr, CHOSEN: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
-    RENORMALISE: tl.constexpr, FIRST: tl.constexpr, OWN: tl.constexpr, TOKENS: tl.constexpr,
-    ROWS: tl.constexpr, TILES: tl.constexpr, NATIVE: tl.constexpr,
+    E: tl.constexpr, CHOSEN: tl.constexpr, FOLDED: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
+    APART: tl.constexpr, GATE: tl.constexpr, RENORMALISE: tl.constexpr, FIRST: tl.constexpr,
+    OWN: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     # All of few tokens in one program, so that an expert's pairs are counted without memory for it. A token
     # has an expert once: its pair's place is the number of tokens before it that have the expert, and as no
-    # expert has more than a tile holds, tiles are the experts that are chosen.
+    # expert has more than a tile holds, tiles are the experts that are chosen, behind those of folded ones.
     _begin(NATIVE)
     row, e, slot = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, SLOTS)[None, :]
-    best, value, which = _choose(logits, row, tokens, E, CHOSEN, WIDTH, SLOTS)
-    if RENORMALISE:
-        value /= tl.sum(value, axis=1)[:, None]
-    value = tl.where((best >= FIRST) & (best < FIRST + OWN), value, 0.0)
-    there = (row < tokens)[:, None]
-    tl.store(weights + row[:, None] * CHOSEN + slot, value, mask=there & (slot < CHOSEN))
+    _, value, which = _choose(
+        logits, row, tokens, E, CHOSEN, FOLDED, WIDTH, SLOTS, APART, GATE, RENORMALISE, FIRST, OWN
+    )
+    there, pair = (row < tokens)[:, None], row[:, None] * (CHOSEN + FOLDED)
+    tl.store(weights + pair + slot, value, mask=there & (slot < CHOSEN + FOLDED))
     mine = (e >= FIRST) & (e < FIRST + OWN)
     taken = tl.where(there & (which >= 0) & mine[None, :], 1, 0)
     count = tl.sum(taken, axis=0)
     own = (count > 0).to(tl.int32)
-    tile = tl.cumsum(own, axis=0) - own
+    tile = FOLDED + tl.cumsum(own, axis=0) - own
     place = tile[None, :] * TOKENS + tl.cumsum(taken, axis=0) - taken
-    tl.store(order + place, row[:, None] * CHOSEN + which, mask=taken > 0)
+    tl.store(order + place, pair + which, mask=taken > 0)
     tl.store(experts + tile, e - FIRST, mask=count > 0)
     tl.store(filled + tile, count, mask=count > 0)
     p = tl.arange(0, TILES)
-    tl.store(filled + p, 0, mask=(p >= tl.sum(own, axis=0)) & (p < tiles))
+    tl.store(filled + p, 0, mask=(p >= FOLDED + tl.sum(own, axis=0)) & (p < tiles))
+    if FOLDED:
+        tl.store(experts + p, E + p, mask=p < FOLDED)
+        tl.store(filled + p, tokens, mask=p < FOLDED)
+        of_all = (slot >= CHOSEN) & (slot < CHOSEN + FOLDED)
+        tl.store(order + (slot - CHOSEN) * TOKENS + row[:, None], pair + slot, mask=there & of_all)
 
 
 class Tiles(NamedTuple):
-    """Each token's k experts, brought together: weights [T, k], 0 of those that are elsewhere; experts
-    [tiles] and filled [tiles], the expert of each tile and how many pairs it has, 0 where there is no tile;
-    order [tiles, tokens]: its pairs. of_experts: how many experts are here."""
+    """Each token's k experts, folded ones last, brought together: weights [T, k], 0 of those that are
+    elsewhere; experts [tiles] and filled [tiles], the expert of each tile and how many pairs it has, 0 where
+    there is no tile; order [tiles, tokens]: its pairs. of_experts: how many experts are here."""
 
     weights: Tensor
     experts: Tensor
@@ -169,24 +196,30 @@ def route(
     renormalise: bool,
     tile_tokens: int,
     own: tuple[int, int] | None = None,
+    folded: tuple[int, int] | None = None,
 ) -> Tiles:
     """ops.torch_ops.route of logits[T, E] float32, and the pairs of each expert in tiles of up to tile_tokens
     pairs, in any order. own: the first of the experts that are here, and how many; None: all."""
-    (tokens, of_all), where = logits.shape, logits.device
+    (tokens, columns), where = logits.shape, logits.device
+    of_all, further = folded or (columns, 0)
     first, count = own or (0, of_all)
-    pairs = tokens * experts_per_token
-    tiles = most_tiles(pairs, count, tile_tokens)
+    each = experts_per_token + further
+    tiles = most_tiles(tokens * experts_per_token, count, tile_tokens)
+    tiles += further * triton.cdiv(tokens, tile_tokens)
 
     def words(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=where)
 
-    weights = torch.empty(tokens, experts_per_token, dtype=torch.float32, device=where)
-    found = Tiles(weights, words(tiles), words(tiles), words(tiles, tile_tokens), count)
+    weights = torch.empty(tokens, each, dtype=torch.float32, device=where)
+    found = Tiles(weights, words(tiles), words(tiles), words(tiles, tile_tokens), count + further)
     routing: dict[str, Any] = {
         "E": of_all,
         "CHOSEN": experts_per_token,
+        "FOLDED": further,
         "WIDTH": triton.next_power_of_2(of_all),
-        "SLOTS": triton.next_power_of_2(experts_per_token),
+        "SLOTS": triton.next_power_of_2(each),
+        "APART": logits.stride(0),
+        "GATE": columns > of_all,
         "RENORMALISE": renormalise,
         "FIRST": first,
         "OWN": count,
@@ -197,19 +230,19 @@ def route(
         _route_and_place[(1,)](
             logits, weights, found.order, found.experts, found.filled, tokens, tiles,
             **routing, TOKENS=tile_tokens, ROWS=rows,
-            TILES=triton.next_power_of_2(most_tiles(rows * experts_per_token, count, tile_tokens)),
+            TILES=triton.next_power_of_2(most_tiles(rows * experts_per_token, count, tile_tokens) + further),
             num_warps=4, launch_pdl=NATIVE,
         )  # fmt: skip
         return found
     counts = torch.zeros(of_all, dtype=torch.int32, device=where)
-    chosen, places = words(pairs), words(pairs)
+    chosen, places = words(tokens, each), words(tokens, each)
     _route[(tokens,)](
         logits, chosen, weights, places, counts, tokens, **routing, num_warps=1, launch_pdl=NATIVE
     )
-    _place[(triton.cdiv(max(pairs, tiles), PLACED),)](
-        chosen, places, counts, found.order, found.experts, found.filled, pairs, tiles,
-        WIDTH=routing["WIDTH"], TOKENS=tile_tokens, PAIRS=PLACED, FIRST=first, OWN=count, NATIVE=NATIVE,
-        num_warps=4, launch_pdl=NATIVE,
+    _place[(triton.cdiv(max(chosen.numel(), tiles), PLACED),)](
+        chosen, places, counts, found.order, found.experts, found.filled, chosen.numel(), tiles,
+        CHOSEN=experts_per_token, FOLDED=further, WIDTH=routing["WIDTH"], TOKENS=tile_tokens, PAIRS=PLACED,
+        FIRST=first, OWN=count, NATIVE=NATIVE, num_warps=4, launch_pdl=NATIVE,
     )  # fmt: skip
     return found
 
@@ -396,15 +429,17 @@ def product(
     tiles: Tiles,
     tile: ExpertTile,
     gated: bool,
+    pairs_a_row: int,
     clip: tuple[float, float] | None = None,
 ) -> Tensor:
     """Each pair's row of x times the weight of its expert, transposed -> [T k, N].
 
-    gated: x[T, K] has a row for each token, the weight is [E 2N, K], and the result is ops.torch_ops.gated of
-    its first N rows' product and that of the others. Else x[T k, K] has a row for each pair, the weight is
-    [E N, K], and the result is multiplied by the pair's weight. The weight's bias is added before. With a
-    weight in e4m3 x is also in e4m3, with scales [rows, 1] or of groups as triton_fp8.quantise_groups makes
-    them; the result is in bfloat16 then. A weight of 4 bits is turned into x's type on the way.
+    x[R, K] has a row for each token, or for each pair: for as many pairs as pairs_a_row says. gated: the
+    weight is [E 2N, K], and the result is ops.torch_ops.gated of its first N rows' product and that of the
+    others. Else the weight is [E N, K], and the result is multiplied by the pair's weight. The weight's bias
+    is added before. With a weight in e4m3 x is also in e4m3, with scales [rows, 1] or of groups as
+    triton_fp8.quantise_groups makes them; the result is in bfloat16 then. A weight of 4 bits is turned into
+    x's type on the way.
     """
     data: Tensor = weight.data
     scales = getattr(weight, "scale", None)
@@ -425,7 +460,7 @@ def product(
     _product[(most * triton.cdiv(rows, block_rows),)](
         x, x_scales, data, scales, weight.zero, weight.bias, None if gated else tiles.weights, tiles.experts,
         tiles.filled, tiles.order, out, most, len(x),
-        N=rows, K=inner, PAIRS_A_ROW=chosen if gated else 1, GATED=gated, ALPHA=alpha, LIMIT=limit,
+        N=rows, K=inner, PAIRS_A_ROW=pairs_a_row, GATED=gated, ALPHA=alpha, LIMIT=limit,
         SCALES=weight.format.name.partition("_")[0] if kind == "4 bits" else kind,
         APART=scales.stride(0) if scales is not None else 0, GROUP=group, TOKENS=tile.tokens, ROWS=block_rows,
         INNER=block_inner, NEIGHBOURS=NEIGHBOURS, STAGES=block.stages, NATIVE=NATIVE, num_warps=block.warps,
