@@ -13,6 +13,7 @@ import torch
 from flashinfer_backend.config_tools.settings import engine_parameters
 from flashinfer_backend.core.config import EngineConfig, resolve_limits
 from flashinfer_backend.core.paths import BUNDLED, resolve_drafter_dir, resolve_model_dir
+from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.models.hf import read_drafter, read_spec
 from flashinfer_backend.models.spec import ModelSpec
 
@@ -43,7 +44,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--set", nargs="+", action="extend", default=[], metavar="KNOB=VALUE",
         help="knobs as they will be served; dtype, quantization, attention_backend, kv_cache_dtype,"
-        " tokens_per_block, tensor_parallel_size, speculative_method and draft_model count",
+        " tokens_per_block, tensor_parallel_size, expert_parallel_size, speculative_method and draft_model"
+        " count",
     )  # fmt: skip
     options = parser.parse_args(argv)
     if options.arch:
@@ -67,6 +69,8 @@ def main(argv: list[str] | None = None) -> int:
             model = model.quantised_on_load()
         config = resolve_limits(config, model.longest_seq_len)
         model = model.within(config.max_seq_len)
+        if options.model:
+            model = model.share(Shard(0, config.tensor_parallel_size, config.expert_parallel_size))
         drafter: ModelSpec | None = None
         if config.draft_model != "none":
             drafter = read_drafter(resolve_drafter_dir(config.draft_model), config.quantization == "fp8")

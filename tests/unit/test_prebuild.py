@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoints import make_checkpoint
 from flashinfer_backend.core import progress
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.prebuild import main
@@ -328,6 +329,18 @@ def test_the_image_has_the_modules_of_one_gpu_and_of_several(monkeypatch):
     compiled = set(prebuild.needed(model, config, dtype, (9, 0)))
     for ranks in (1, 2, 4, 8):
         assert compiled >= kinds(model=model, dtype=dtype, tensor_parallel_size=ranks)
+
+
+def test_groups_of_ranks_need_what_their_shared_experts_do(monkeypatch, tmp_path):
+    """Which are not folded there."""
+    folder, found = make_checkpoint("qwen3.5-moe", tmp_path), []
+    monkeypatch.setattr(prebuild, "prepare", lambda *settings: found.append(settings))
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "")  # which main sets
+    for groups in ("1", "2"):
+        knobs = ["tensor_parallel_size=2", f"expert_parallel_size={groups}"]
+        assert main(["--arch", "sm_90", "--model", str(folder), "--set", *knobs]) == 0
+    needed = [prebuild.needed(model, config, dtype, (9, 0)) for config, model, dtype, _ in found]
+    assert ["silu" in kinds for kinds in needed] == [False, True]
 
 
 BUILD = """
