@@ -143,25 +143,21 @@ def test_whole_experts_of_ranks_add_up(format):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_folded_experts(format):
-    """Which every token has behind its own, with a gate or without, and whose inputs are not scaled."""
+    """Which every token has behind its own, with a gate or without."""
     from flashinfer_backend.ops import cuda_ops
 
     experts, hidden, inner = 16, 512, 256
-    for tokens, per_token, further in ((1, 4, 1), (9, 4, 3), (300, 4, 2), (1, 1, 1), (9, 1, 1), (300, 1, 1)):
-        scaled, folded = per_token == 1, (experts, further)
+    for tokens, further, gate in ((1, 1, True), (9, 2, True), (300, 2, True), (9, 1, False), (300, 1, False)):
+        per_token, folded = 4, (experts, further)
         gate_up = make_weight("gate_up", experts + further, 2 * inner, hidden, format)
         down = make_weight("down", experts + further, hidden, inner, format)
-        rows = experts if scaled else experts + 8  # a gate's, and padding
+        rows = experts + 8 * gate  # its row, and padding
         router = Weight("", torch.randn(rows, hidden, device="cuda").bfloat16() * hidden**-0.5)
         normed = torch.randn(tokens, hidden, device="cuda").bfloat16()
         logits = cuda_ops.router_logits(normed, router)
         chosen, weights = torch_ops.route(logits, per_token, True, folded)
-        factor = logits[:, :experts].amax(-1, keepdim=True).sigmoid().bfloat16() if scaled else 1
-        expected = sum(
-            by_formats(x, chosen[:, own], weights[:, own], gate_up, down, experts + further)
-            for x, own in ((normed * factor, slice(0, per_token)), (normed, slice(per_token, None)))
-        )
-        mixture = Mixture(per_token, True, scaled_input=scaled, folded=folded)
+        expected = by_formats(normed, chosen, weights, gate_up, down, experts + further)
+        mixture = Mixture(per_token, True, folded=folded)
         found = cuda_ops.experts_add(normed, logits, gate_up, down, mixture, None)
         error = (found.float() - expected).norm(dim=1) / expected.norm(dim=1)
         wrong = int((error > BOUND[format]).sum())

@@ -134,7 +134,7 @@ def check_products(
     format, tokens, experts, chosen, hidden, inner, tile, residual, clip=None, further=0, gate=False
 ) -> None:
     """clip: of an activation as GPT-OSS has it, with biases. further: folded experts; gate: they have one. Of
-    one expert next to them the input is scaled."""
+    one expert alone the input is scaled."""
     from flashinfer_backend.ops import cuda_experts
 
     device = torch.device("cpu")
@@ -143,7 +143,7 @@ def check_products(
     x = torch.randn(tokens, hidden).to(dtype)
     router = torch.randn(experts + 4 * gate, hidden) * hidden**-0.5
     matrices, folded = experts + further, (experts, further) if further else None
-    scaled = chosen == 1 == further
+    scaled = chosen == 1 and not further
     gate_up = Weight.empty("gate_up", (matrices * 2 * inner, hidden), format, dtype, device)
     down = Weight.empty("down", (matrices * hidden, inner), format, dtype, device)
     for weight, columns in ((gate_up, hidden), (down, inner)):
@@ -161,22 +161,21 @@ def check_products(
     mixture = Mixture(chosen, renormalise, clip, scaled, folded=folded)
     found = cuda_experts.experts_add(normed, logits, gate_up, down, mixture, added)
     routes = torch_ops.route(logits, chosen, renormalise, folded)
-    factor = logits[:, :experts].amax(-1, keepdim=True).sigmoid().to(dtype) if scaled else 1
-    inputs = [(normed * factor).float()] * experts + [normed.float()] * further
-    expected = weighted_sum(inputs, *routes, gate_up, down, clip)
+    factor = logits.amax(-1, keepdim=True).sigmoid().to(dtype) if scaled else 1
+    expected = weighted_sum((normed * factor).float(), *routes, matrices, gate_up, down, clip)
     expected = expected if added is None else expected + added
     assert found.shape == expected.shape and found.dtype == dtype
     error = (found.float() - expected).norm(dim=1) / expected.norm(dim=1)
     assert (error < 2e-2).all(), (format, error.tolist())
 
 
-def weighted_sum(inputs, chosen, weights, gate_up, down, clip) -> torch.Tensor:
-    """By the formats' own products, in float32. inputs: of each expert."""
-    rows, experts = torch.zeros_like(inputs[0]), len(inputs)
+def weighted_sum(x, chosen, weights, experts, gate_up, down, clip) -> torch.Tensor:
+    """By the formats' own products, in float32."""
+    rows = torch.zeros_like(x)
     for token, of_token in enumerate(chosen.tolist()):
         for place, expert in enumerate(of_token):
             first, second = gate_up.part(expert, experts), down.part(expert, experts)
-            each = inputs[expert][token : token + 1]
+            each = x[token : token + 1]
             gate, up = first.format.product(each, as_float(first), first.bias).chunk(2, -1)
             gated = torch_ops.gated(gate, up, clip).bfloat16().float()  # as the first kernel stores it
             product = second.format.product(gated, as_float(second), second.bias)

@@ -28,6 +28,7 @@ CENTRED = "dense", "fp8_on_load"  # formats whose rows can be changed
 STACKED = "dense", "fp8_on_load", "mxfp4"  # formats that are read where all experts are one tensor
 # What transformers calls scales of FP8 weights without blocks, as Mistral publishes them, and names here.
 SCALE_NAMES = {".weight_scale_inv": ".weight_scale", ".activation_scale": ".input_scale"}
+MOST_FOLDED = 2  # parts of a shared expert that become further experts
 ROUTER_GRAIN = 8  # rows of a router with further ones come in multiples: its logits' rows are aligned
 VOCAB_GRAIN = 16  # rows of a rank's share of the vocabulary come in multiples, as its kernels want them
 
@@ -505,12 +506,15 @@ class Experts(Gated):
     def folded(self) -> tuple[int, int] | None:
         """The shared MLP as further experts, which every token has and gate_up and down hold behind the
         others: the number of the first, and how many. None: there is none, or it is computed apart, as its
-        size is no multiple of an expert's, it has other formats, or the rank has only some experts."""
+        size is no small multiple of an expert's, it has other formats, a token's one expert has another
+        input, or the rank has only some experts. Where it is much of the work, as with a token's one expert,
+        products of their own are faster for prompts."""
         shared = self.shared
-        if shared is None or self.own is not None or shared.size % self.size:
+        if shared is None or self.own is not None or self.scaled_input or shared.size % self.size:
             return None
+        count = shared.size // self.size
         formats = [(mlp.gate_up.format, mlp.down.format) for mlp in (self, shared)]
-        return (self.count, shared.size // self.size) if formats[0] == formats[1] else None
+        return (self.count, count) if count <= MOST_FOLDED and formats[0] == formats[1] else None
 
     @cached_property
     def products(self) -> tuple[Product, ...]:

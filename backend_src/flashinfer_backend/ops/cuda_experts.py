@@ -30,12 +30,11 @@ def experts_add(
     """residual (None: 0) plus each token's experts of normed[T, H], which logits[T, N] choose and weight:
     residual[T, H] -> [T, H]. See ops.torch_ops.experts_add. residual is unchanged."""
     per_token, renormalise, clip, scaled_input, own, folded = mixture
-    experts, further = folded or (logits.shape[1], 0)
+    experts = folded[0] if folded else logits.shape[1]
     tile = choose(len(logits) * per_token // experts, triton_experts.scales_of(gate_up))
     tiles = triton_experts.route(logits, per_token, renormalise, tile.tokens, own, folded)
-    if scaled_input:  # with folded ones a row for each pair
-        scaled = normed * logits[:, :experts].amax(-1, keepdim=True).sigmoid().to(normed.dtype)
-        normed = torch.stack([scaled, *[normed] * further], 1).flatten(0, 1)
+    if scaled_input:
+        normed = normed * logits.amax(-1, keepdim=True).sigmoid().to(normed.dtype)
     gated = product_of(normed, gate_up, tiles, tile, gated=True, clip=clip)
     products = product_of(gated, down, tiles, tile, gated=False)
     return triton_experts.add_up(products, residual, len(logits), None if own is None else tiles.weights)

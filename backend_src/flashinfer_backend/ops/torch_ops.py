@@ -241,15 +241,14 @@ def experts_add(
     first, further = mixture.folded or (logits.shape[1], 0)
     start, count = mixture.own or (0, first + further)
     chosen, weights = route(logits, mixture.per_token, mixture.renormalise, mixture.folded)
-    routed = normed
     if mixture.scaled_input:
-        routed = normed * logits[:, :first].amax(-1, keepdim=True).sigmoid().to(normed.dtype)
+        normed = normed * logits.amax(-1, keepdim=True).sigmoid().to(normed.dtype)
     result = torch.zeros_like(normed, dtype=torch.float32)
     for expert in (chosen - start).unique().tolist():
         if not 0 <= expert < count:
             continue
         tokens, place = torch.where(chosen == expert + start)
-        x = (routed if expert + start < first else normed)[tokens]
+        x = normed[tokens]
         one, two = gate_up.part(expert, count), down.part(expert, count)
         gate, up = one.format.product(x, one, one.bias).chunk(2, dim=-1)
         product = two.format.product(gated(gate, up, mixture.clip), two, two.bias)
