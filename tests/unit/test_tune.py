@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from flashinfer_backend.core import tuned
 from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.core.tuned import BlockTile, Role, Tiling, Tuned, find, steps
+from flashinfer_backend.models.hf import read_spec
 from flashinfer_backend.models.spec import ModelSpec
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import load_weights
@@ -26,6 +27,7 @@ from flashinfer_backend.tune import measure
 from flashinfer_backend.tune import search as s
 from flashinfer_backend.tune.measure import ModelBench
 from flashinfer_backend.worker import prebuild_triton
+from perf_configs import published
 from specs import EXPERTS, bundled
 from tables import entries, measured
 
@@ -152,6 +154,17 @@ def test_few_tokens_have_tilings_with_blocks_too():
     assert steps_of(found, "down", "linear_blocks") == {1: next_to_it, 8: None}
     assert found.blocks_fp8 == tuned.fallback().blocks_fp8
     assert {tiling.inner for role, tiling in bench.asked if role != "head"} == {128}
+
+
+def test_a_role_has_a_case_for_each_shape_of_its_products():
+    """Attention's first product and a delta net's have one role. Tiles of blocks are for all shapes."""
+    spec = read_spec(published.SHAPES / "qwen3.5-27b").quantised_on_load()
+    cases = c.of_model(spec, SIZES, tuned.fallback(), gated=False)
+    shapes = {case.shape for case in cases if case.key == "qkv" and case.table == "linear_fp8"}
+    assert shapes == {(14336, 5120), (16384, 5120)}
+    assert {case.shape for case in cases if case.key == "ba"} == {(96, 5120)}
+    blocks = c.of_model(LLAMA.with_format("fp8_block"), SIZES, tuned.fallback(), gated=False)
+    assert [case.shape for case in blocks if case.table == "blocks_fp8"] == [None] * 4
 
 
 def test_blocks_have_tiles_by_role_and_tokens():

@@ -63,15 +63,18 @@ def kind_of_gated(spec: ModelSpec) -> Kind | None:
 
 
 def of_model(spec: ModelSpec, sizes: Sizes, numbers: Tuned, gated: bool) -> list[Case]:
-    """The cases of a model's products, by role. gated: the gated kernel is measured as well; else gate and up
-    have only sizes that it does not take. Raises ValueError for products of one role in several formats."""
+    """The cases of a model's products, by role and shape. gated: the gated kernel is measured as well; else
+    gate and up have only sizes that it does not take. Raises ValueError for products of one role in several
+    formats."""
     found: list[Case] = []
     products = [product for product in spec.products if product.role and not product.experts]
-    for product in {product.role: product for product in products}.values():
+    for product in {(product.role, product.shape): product for product in products}.values():
         if others := {each.format for each in products if each.role == product.role} - {product.format}:
             formats = ", ".join(sorted({product.format, *others}))
             raise ValueError(f"the {product.role} weights have several formats: {formats}")
-        found += _of_product(product, sizes, None if gated else numbers)
+        cases = _of_product(product, sizes, None if gated else numbers)
+        known = {(case.table, case.key, case.shape) for case in found}  # one for all shapes may be there
+        found += [case for case in cases if (case.table, case.key, case.shape) not in known]
     if (mlp := spec.experts) is not None:
         (format,) = {product.format for product in spec.products if product.experts}
         found.append(of_experts(format, mlp.count, mlp.per_token, sizes["experts"]))

@@ -114,7 +114,7 @@ def search(
                 numbers = _best(numbers, case, tokens, bench, plan.rounds, say)
     if not kind or not waves:
         return numbers
-    (gate_up,) = (case for case in cases if case.key == "gate_up")
+    gate_up = next(case for case in cases if case.key == "gate_up")
     return _with_gated_kernel(numbers, gate_up, kind, bench, say)
 
 
