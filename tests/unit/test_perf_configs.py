@@ -418,6 +418,6 @@ def test_shapes_have_their_published_form_in_fp8(shape, tmp_path):
     spec, plain = read_spec(tmp_path), read_spec(published.SHAPES / shape)
     formats = {product.name: product.format for product in spec.products}
     dense = {name for name, format in formats.items() if format == "dense"}
-    assert dense == {"ba", "lm_head"} | ({"router", "shared_gate"} if "a3b" in shape else set())
+    assert dense == {"ba", "lm_head"} | ({"router"} if "a3b" in shape else set())
     assert set(formats.values()) == {"dense", "fp8_block"}
     assert [product.shape for product in spec.products] == [product.shape for product in plain.products]

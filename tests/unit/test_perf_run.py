@@ -234,7 +234,7 @@ def test_peers_cache_prefixes_where_ours_does(tmp_path):
             subprocess.run(["bash", "-ec", spec.command], check=True, timeout=120, env=environment)
             arguments = (tmp_path / "arguments").read_text().split()
             assert (off not in arguments) is settings.prefix_caching and "--port" in arguments, spec.label
-        assert sum(settings.prefix_caching for settings in spec_of[name].variants.values()) == 1
+        assert any(settings.prefix_caching for settings in spec_of[name].variants.values())
 
 
 def test_the_gpus_of_a_run_are_those_it_ran_on(tmp_path, model_dir):
