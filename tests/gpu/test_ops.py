@@ -63,8 +63,10 @@ def test_the_norm_of_no_rows(ops):
 def test_linear_add(ops, tokens, rows, inner):
     x, weight, residual = randn(tokens, inner), randn(rows, inner, scale=inner**-0.5), randn(tokens, rows)
     role = "down" if inner > rows else "o"
-    expected = torch_ops.linear_add(x.float(), Weight(role, weight.float()), residual.float())
-    assert_close(ops.linear_add(x, Weight(role, weight), residual), expected)
+    for bias in (None, randn(rows)):
+        wide = None if bias is None else bias.float()
+        expected = torch_ops.linear_add(x.float(), Weight(role, weight.float()), residual.float(), None, wide)
+        assert_close(ops.linear_add(x, Weight(role, weight), residual.clone(), None, bias), expected)
 
 
 @pytest.mark.parametrize("tokens", TOKENS)

@@ -465,7 +465,7 @@ def test_candidates_are_compiled_together(monkeypatch, tmp_path):
         norm_linear=lambda x, norm, eps, weight, bias, out=None, chosen=None: product(
             weight.role, x, weight, norm_weight=norm, eps=eps, bias=bias, out=out
         ),
-        linear_add=lambda x, weight, residual, _: product(weight.role, x, weight, residual=residual),
+        linear_add=lambda x, weight, residual, *_: product(weight.role, x, weight, residual=residual),
         norm_gate_up_silu=lambda x, norm, eps, weight, _: product(
             "gate_up", x, weight, norm_weight=norm, eps=eps, gated=True
         ),

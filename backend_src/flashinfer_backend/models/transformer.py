@@ -141,16 +141,17 @@ class Layer(nn.Module):
 
     def _added(self, x: Tensor, weight: Weight, residual: Tensor | None, chosen: Chosen | None) -> Tensor:
         """A rank's part of residual + weight of x + bias + what its tokens' adapters add."""
-        added = self.ops.linear_add(x, weight, self._of_one_rank(residual), chosen)
-        return added if weight.bias is None or self.rank else added + weight.bias
+        return self.ops.linear_add(
+            x, weight, self._of_one_rank(residual), chosen, self._of_one_rank(weight.bias)
+        )
 
     def _onto(self, hidden: Tensor, added: Tensor, norm: Tensor | None) -> Tensor:
         """The residual stream behind a mixer or MLP: `added`, which has it, or without it is normed first."""
         return added if norm is None else hidden + self.ops.rms_norm(added, norm, self.eps)
 
-    def _of_one_rank(self, residual: Tensor | None) -> Tensor | None:
-        """The ranks' parts are summed, so one of them adds the residual."""
-        return residual if self.rank == 0 else None
+    def _of_one_rank(self, addend: Tensor | None) -> Tensor | None:
+        """The ranks' parts are summed, so one of them adds a residual or a bias."""
+        return addend if self.rank == 0 else None
 
 
 class AttentionLayer(Layer):

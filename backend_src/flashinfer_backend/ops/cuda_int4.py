@@ -45,4 +45,7 @@ def product(
     with cublas.library(matrix, x.shape[0]):
         if gated:
             return flashinfer.silu_and_mul(F.linear(x, matrix), enable_pdl=True)
-        return F.linear(x, matrix, bias) if residual is None else residual.addmm_(x, matrix.t())
+        if residual is None:
+            return F.linear(x, matrix, bias)
+        total = residual.addmm_(x, matrix.t())
+        return total if bias is None else total.add_(bias)

@@ -85,13 +85,19 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, chosen: Chosen
     return _product(x, weight, bias=bias, chosen=chosen)
 
 
-def linear_add(x: Tensor, weight: Weight, residual: Tensor | None, chosen: Chosen | None = None) -> Tensor:
-    """residual (None: 0) + linear(x): x[T, K], weight[H, K], residual[T, H] -> [T, H]. Use the returned
-    tensor.
+def linear_add(
+    x: Tensor,
+    weight: Weight,
+    residual: Tensor | None,
+    chosen: Chosen | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """residual (None: 0) + linear(x): x[T, K], weight[H, K], residual[T, H], bias[H] -> [T, H]. Use the
+    returned tensor.
 
     May overwrite residual.
     """
-    return _product(x, weight, residual=residual, chosen=chosen)
+    return _product(x, weight, bias=bias, residual=residual, chosen=chosen)
 
 
 def norm_gate_up_silu(
@@ -111,7 +117,7 @@ def _product(
     chosen: Chosen | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x @ weight.T, with what is given: x normed first; a bias or a residual, which may be overwritten, and
+    """x @ weight.T, with what is given: x normed first; a bias, a residual, which may be overwritten, and
     what the tokens' adapters add; gated: silu of the first half of the columns times the second."""
     low = None if chosen is None else weight.adapters
     if low is not None and chosen is not None and not _part_of_product(weight, len(x), low):
@@ -163,7 +169,8 @@ def _dense(
         return flashinfer.silu_and_mul(F.linear(x, data), enable_pdl=True)
     with cublas.library(data, len(x)):
         if residual is not None:
-            return residual.addmm_(x, data.t())
+            total = residual.addmm_(x, data.t())
+            return total if bias is None else total.add_(bias)
         if out is None:
             return F.linear(x, data, bias)
         return torch.mm(x, data.t(), out=out) if bias is None else out.copy_(F.linear(x, data, bias))

@@ -125,10 +125,16 @@ def xielu(x: Tensor, numbers: Tensor) -> Tensor:
     return (torch.where(wide > 0, positive * wide * wide, below) + beta * wide).to(x.dtype)
 
 
-def linear_add(x: Tensor, weight: Weight, residual: Tensor | None, chosen: Chosen | None = None) -> Tensor:
-    """residual (None: 0) + linear(x): x[T, K], weight[H, K], residual[T, H] -> [T, H]. Use the returned
-    tensor."""
-    product = linear(x, weight, None, chosen)
+def linear_add(
+    x: Tensor,
+    weight: Weight,
+    residual: Tensor | None,
+    chosen: Chosen | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """residual (None: 0) + linear(x): x[T, K], weight[H, K], residual[T, H], bias[H] -> [T, H]. Use the
+    returned tensor."""
+    product = linear(x, weight, bias, chosen)
     return product if residual is None else residual + product
 
 
