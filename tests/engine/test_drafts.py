@@ -15,6 +15,7 @@ from checkpoints import make_checkpoint
 from engine.harness import serve, start_core
 from engine.test_graph_steps import replayed
 from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.core.step import TOP_LOGPROBS
 from flashinfer_backend.speculate.proposer import DraftStep, Slots
 from flashinfer_backend.transport import protocol
 from thinned import some
@@ -103,7 +104,8 @@ def reported(client: Any, request: int) -> list[list[float]]:
     """What came with each token."""
     told = []
     for report in client.reports[request]:
-        top = [value for pair in report.top_logprobs or [] for value in pair]
+        packed = np.frombuffer(report.top_logprobs or b"", TOP_LOGPROBS)
+        top = [value for pair in packed.tolist() for value in pair]
         logits = np.frombuffer(report.generation_logits or b"", "<f4").tolist()
         if report.log_prob is not None or logits:
             told.append([report.log_prob or 0.0, *top, *logits])

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.core.step import TOP_LOGPROBS
 from flashinfer_backend.openai import chat, completions
 from flashinfer_backend.openai.answer import take_text
 from flashinfer_backend.openai.link import EngineLink, LogitsRoom
@@ -137,7 +138,7 @@ def test_log_probabilities_are_written_as_an_encoder_writes_them() -> None:
     chats, lists = TokenTexts(chat_token, decoder), TokenLists(TokenTexts(text_of, decoder), decoder)
 
     def value(n: int) -> float:
-        return -math.inf if n % 4 == 3 else -20000.0 if n % 4 == 2 else -float(np.float32(n) / 7)
+        return -math.inf if n % 4 == 3 else -20000.0 if n % 4 == 2 else -float(np.float32(n / 7))
 
     def one(token: int, found: float) -> dict[str, Any]:
         data = decoder.piece(token)
@@ -146,19 +147,28 @@ def test_log_probabilities_are_written_as_an_encoder_writes_them() -> None:
     for turn in range(2):  # the second time from what is kept
         for n, token in enumerate(ids):
             top = [(other, value(n + k)) for k, other in enumerate(ids[n:] + ids[:n])]
-            report = protocol.RowReport(1, log_prob=value(n), top_logprobs=top)
+            chunk = reported([token], value(n), top)
             for most in (0, 3, len(ids)):
-                (raw,) = chat_log_probs(Chunk([token], reports=[report]), chats, most)
+                (raw,) = chat_log_probs(chunk, chats, most)
                 alternatives = [one(*pair) for pair in top[:most]]
                 expected = one(token, value(n)) | {"top_logprobs": alternatives}
                 assert bytes(raw) == msgspec.json.encode(expected)
-            lists.add_chunk(Chunk([token], reports=[report]), len(ids))
+            lists.add_chunk(chunk, len(ids))
             best: dict[str, float] = {}
             for other, found in top:
                 best.setdefault(decoder.piece(other).decode(errors="replace"), max(found, -9999.0))
             best[decoder.piece(token).decode(errors="replace")] = max(value(n), -9999.0)
             told = json.loads(bytes(lists.json()["top_logprobs"]))[turn * len(ids) + n]
             assert list(told.items()) == list(best.items())
+
+
+def reported(ids: list[int], value: float, top: list[tuple[int, float]]) -> Chunk:
+    """A chunk of these ids, for each of which the same was reported."""
+    chunk = Chunk(ids)
+    for _ in ids:
+        packed = np.array(top, TOP_LOGPROBS).tobytes()
+        chunk.add(protocol.RowReport(1, log_prob=value, top_logprobs=packed))
+    return chunk
 
 
 @pytest.mark.parametrize("kind", ["chat", "response", "completion"])
@@ -172,25 +182,23 @@ def test_many_log_probabilities_are_written_in_a_thread(kind: str) -> None:
             return "a" if kind == "completion" else chat_token(b"a")
 
     reply: Any = SimpleNamespace(
-        _request=SimpleNamespace(logprobs=20 if kind == "completion" else True, top_logprobs=20),
+        _request=SimpleNamespace(
+            logprobs=20 if kind == "completion" else True, top_logprobs=20, max_tokens=None
+        ),
         _turn=SimpleNamespace(served=SimpleNamespace(chat_tokens=Texts())),
         _served=SimpleNamespace(token_texts=Texts()),
         _decoder=decoder,
-        _offsets={},
-        _wants_probs=True,
         _top=20,
     )
-    stream: Any = SimpleNamespace(index=0, context_ids=[])
-    report = protocol.RowReport(1, log_prob=-1.0, top_logprobs=[(token, -2.0) for token in range(20)])
     for tokens in (1, 100):
-        chunk = Chunk([5] * tokens, reports=[report] * tokens)
+        chunk = reported([5] * tokens, -1.0, [(token, -2.0) for token in range(20)])
         made: Any
         if kind == "chat":
             made = chat._Reply._log_probs(reply, chunk)
         elif kind == "response":
             made = chat.Answer.log_probs(reply, chunk)
         else:
-            made = completions._Reply._lists(reply, stream, chunk)
+            made = completions._Reply._lists(reply, chunk, [], 0)
         threads.clear()
         asyncio.run(made)
         assert set(threads) == {tokens == 1}

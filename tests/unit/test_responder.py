@@ -201,10 +201,10 @@ def test_what_is_reported_of_an_id_that_is_held_back_goes_out_with_it() -> None:
         report = protocol.RowReport(1, log_prob=-float(token))
         sequence.on_token(token, protocol.RUNNING, report)
 
-    def sent() -> tuple[list[int], list[float | None], float]:
+    def sent() -> tuple[list[int], list[float], float]:
         chunk = sequence.take()
         assert chunk is not None
-        return chunk.ids, [report.log_prob for report in chunk.reports], sequence.cum_log_prob
+        return chunk.ids, chunk.log_probs.tolist(), sequence.cum_log_prob
 
     report(1)
     report(2)

@@ -191,6 +191,10 @@ def _array(value: Any) -> Any:
 _encode = msgspec.msgpack.Encoder(enc_hook=_array).encode
 
 
+# A token that was likely in a place, in the bytes of which a report or an answer keeps them.
+TOP_LOGPROBS = np.dtype([("token", "<i4"), ("log_prob", "<f4")])
+
+
 @dataclass
 class StepOutput:
     """What a step came to. Rows are sampling rows."""
@@ -199,7 +203,7 @@ class StepOutput:
     counts: np.ndarray | None = None  # int32 [s], tokens of each row; None: one of each
     # Of tokens, by their places in `tokens`.
     log_probs: list[tuple[int, float]] = field(default_factory=list)
-    top_logprobs: list[tuple[int, list[tuple[int, float]]]] = field(default_factory=list)
+    top_logprobs: list[tuple[int, bytes]] = field(default_factory=list)  # TOP_LOGPROBS, most likely first
     generation_logits: list[tuple[int, bytes]] = field(default_factory=list)  # float32 [V]
     # Rows after whose token their grammar lets nothing follow.
     grammar_ends: list[int] = field(default_factory=list)

@@ -442,25 +442,23 @@ class _Reply(Choices):
 
     async def body(self) -> dict[str, Any]:
         events: list[list[Event]] = [[] for _ in self._answers]
-        probs: list[list[Raw]] = [[] for _ in self._answers]
-        ids: list[list[int]] = [[] for _ in self._answers]
+        chunks: list[list[Chunk]] = [[] for _ in self._answers]
         async for stream, chunk in self._turn.streams:
             events[stream.index] += await self._take(stream, chunk)
-            probs[stream.index] += await self._log_probs(chunk)
-            ids[stream.index] += chunk.ids
+            chunks[stream.index].append(chunk)
         choices: list[dict[str, Any]] = [
             {
                 "index": index,
                 "message": _message(answer, events[index]),
-                "logprobs": {"content": probs[index]} if self._request.logprobs else None,
+                "logprobs": None,
                 "finish_reason": answer.finish,
             }
             for index, answer in enumerate(self._answers)
         ]
         if self._request.return_token_ids:
-            for choice, found in zip(choices, ids, strict=True):
-                choice["token_ids"] = found
-        body = self._whole(choices)
+            for choice, found in zip(choices, chunks, strict=True):
+                choice["token_ids"] = [token for chunk in found for token in chunk.ids]
+        body = self._whole(self._told(choices, chunks))
         if self._request.return_token_ids:
             body["prompt_token_ids"] = self._turn.prompt
         if (logits := self._turn.streams.all[0].logits) is not None:
@@ -468,6 +466,17 @@ class _Reply(Choices):
             if body["prompt_logprobs"] is None:
                 raise ClientLeft
         return body
+
+    async def _told(
+        self, choices: list[dict[str, Any]], chunks: list[list[Chunk]]
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Choices with the log probabilities of their chunks."""
+        for choice, found in zip(choices, chunks, strict=True):
+            if not self._request.logprobs:
+                yield choice
+                continue
+            probs = [each for chunk in found for each in await self._log_probs(chunk)]
+            yield choice | {"logprobs": {"content": probs}}
 
     async def events(self) -> AsyncIterator[bytes]:
         request = self._request

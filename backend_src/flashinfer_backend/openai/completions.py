@@ -18,6 +18,7 @@ from flashinfer_backend.openai.log_probs import (
     TokenLists,
     check_prompt_logits,
     in_thread_if_many,
+    mean,
     prompt_lists,
     prompt_log_probs,
 )
@@ -144,9 +145,9 @@ class _Made(NamedTuple):
 
     stream: Stream
     text: str
-    ids: list[int]
+    context_ids: list[int]  # the last ones before the completion
+    chunk: Chunk
     finish: str
-    lists: TokenLists | None
     report: PromptReport
 
 
@@ -158,7 +159,6 @@ class _Reply(Choices):
         super().__init__(request, model, streams, "cmpl", "text_completion")
         self._served, self._request, self._streams, self._count = served, request, streams, count
         self._decoder = served.decoder(request.skip_special_tokens)
-        self._offsets: dict[int, int] = {}  # characters of each stream so far
 
     def _take(self, stream: Stream, chunk: Chunk) -> str:
         self._usage.note(stream, chunk)
@@ -172,21 +172,13 @@ class _Reply(Choices):
     def _finish_reason(self, chunk: Chunk) -> str:
         return "length" if self._request.max_tokens == 0 else finish_reason(chunk.code)
 
-    @property
-    def _wants_probs(self) -> bool:
-        """Whether for the answer, or to find the best ones."""
-        request = self._request
-        return request.max_tokens != 0 and (request.logprobs is not None or self._count > (request.n or 1))
-
-    async def _lists(self, stream: Stream, chunk: Chunk) -> TokenLists | None:
-        """Log probabilities of a chunk's tokens, if they are of use."""
-        if not self._wants_probs:
+    async def _lists(self, chunk: Chunk, context_ids: list[int], offset: int) -> TokenLists | None:
+        """Log probabilities of a chunk's tokens, if they are asked for. The others: see TokenLists."""
+        top = self._request.logprobs
+        if top is None or self._request.max_tokens == 0:
             return None
-        top = self._request.logprobs or 0
-        offset = self._offsets.get(stream.index, 0)
-        lists = TokenLists(self._served.token_texts, self._decoder, offset, stream.context_ids)
+        lists = TokenLists(self._served.token_texts, self._decoder, offset, context_ids)
         await in_thread_if_many(partial(lists.add_chunk, chunk, top), len(chunk.ids), top)
-        self._offsets[stream.index] = lists.offset
         return lists
 
     def _shown(self, lists: TokenLists | None) -> dict[str, Raw] | None:
@@ -207,23 +199,27 @@ class _Reply(Choices):
                 if found_out is None:
                     continue  # the first one has failed, which comes next
                 report = found_out
-            if report.lists is not None:
-                self._offsets[stream.index] = report.lists.offset
-            lists = await self._lists(stream, chunk)
+            context_ids = stream.context_ids
             text = self._take(stream, chunk)
-            found[stream.index] = _Made(stream, text, chunk.ids, self._finish_reason(chunk), lists, report)
+            found[stream.index] = _Made(stream, text, context_ids, chunk, self._finish_reason(chunk), report)
         best: list[_Made] = []
         for begin in range(0, len(found), self._count):
             made = [found[index] for index in range(begin, begin + self._count)]
             if n < self._count:
-                made.sort(key=lambda each: -each.lists.mean if each.lists else 0.0)
+                made.sort(key=lambda each: -mean(each.chunk))
             best += made[:n]
-        return self._whole(self._choice(index, each) for index, each in enumerate(best))
+        return self._whole(self._choices(best))
 
-    def _choice(self, index: int, made: _Made) -> dict[str, Any]:
+    async def _choices(self, made: list[_Made]) -> AsyncIterator[dict[str, Any]]:
+        for index, each in enumerate(made):
+            yield await self._choice(index, each)
+
+    async def _choice(self, index: int, made: _Made) -> dict[str, Any]:
         """What the answer has of a completion. What all of them repeat of their prompt comes in here, when it
         is sent: before, it would be held n times."""
-        stream, text, ids, finish, lists, report = made
+        stream, text, context_ids, chunk, finish, report = made
+        offset = 0 if report.lists is None else report.lists.offset
+        lists = await self._lists(chunk, context_ids, offset)
         request = self._request
         choice: dict[str, Any] = {
             "index": index,
@@ -231,7 +227,7 @@ class _Reply(Choices):
             "finish_reason": finish,
         }
         if request.return_token_ids:
-            choice["prompt_token_ids"], choice["token_ids"] = stream.row.prompt.tolist(), ids
+            choice["prompt_token_ids"], choice["token_ids"] = stream.row.prompt.tolist(), chunk.ids
         every = report.lists or lists
         if report.lists is not None and lists is not None:
             every = report.lists.followed_by(lists)
@@ -248,8 +244,11 @@ class _Reply(Choices):
         request = self._request
         begun: set[int] = set()
         ids: dict[int, list[int]] = {}  # of each stream, not sent yet
+        offsets: dict[int, int] = {}  # characters of each stream so far
         async for stream, chunk in self._streams:
-            lists = await self._lists(stream, chunk)
+            lists = await self._lists(chunk, stream.context_ids, offsets.get(stream.index, 0))
+            if lists is not None:
+                offsets[stream.index] = lists.offset
             text = self._take(stream, chunk)
             if request.return_token_ids:
                 ids.setdefault(stream.index, []).extend(chunk.ids)

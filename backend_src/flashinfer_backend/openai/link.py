@@ -328,8 +328,3 @@ def failure(stream: Stream) -> ApiError:
     if message.startswith(RETRYABLE):
         return unavailable(message)
     return ApiError(message, 500)
-
-
-def log_probs(chunk: Chunk) -> list[protocol.RowReport]:
-    """What was reported of each of a chunk's ids, where log probabilities were asked for."""
-    return [report for report in chunk.reports if report.log_prob is not None][: len(chunk.ids)]

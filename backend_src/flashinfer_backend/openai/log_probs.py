@@ -16,7 +16,6 @@ import msgspec
 import numpy as np
 
 from flashinfer_backend.openai.errors import ApiError
-from flashinfer_backend.openai.link import log_probs
 from flashinfer_backend.openai.sampling import EngineLimits
 from flashinfer_backend.serving.generation import Chunk
 from flashinfer_backend.text.delta import CONTEXT_IDS, DeltaDecoder
@@ -66,10 +65,8 @@ def chat_log_probs(chunk: Chunk, texts: TokenTexts[bytes], top: int) -> list[msg
     """Log probabilities of each token of a chunk, and of its `top` likeliest alternatives, for a chat. texts:
     of chat_token."""
     found = []
-    for token, report in zip(chunk.ids, log_probs(chunk), strict=False):
-        assert report.log_prob is not None
-        pairs = [(token, report.log_prob), *(report.top_logprobs or ())[:top]]
-        ids, values = zip(*pairs, strict=True)
+    for token, value, likely in chunk.told(top):
+        ids, values = zip((token, value), *likely, strict=True)
         own, *others = map(mod, map(texts.__getitem__, ids), _numbers(values))
         found.append(msgspec.Raw(own[:-1] + b',"top_logprobs":[' + b",".join(others) + b"]}"))
     return found
@@ -80,6 +77,11 @@ def _numbers(values: Sequence[float]) -> list[bytes]:
     if min(values) < LOWEST:
         values = [max(value, LOWEST) for value in values]
     return encode(values)[1:-1].split(b",")
+
+
+def mean(chunk: Chunk) -> float:
+    """The mean of the log probabilities of a chunk's tokens, 0 without any."""
+    return float(np.maximum(chunk.log_probs, LOWEST).mean(dtype=np.float64)) if chunk.log_probs else 0.0
 
 
 class TokenLists:
@@ -95,7 +97,6 @@ class TokenLists:
         self._parts = {name: bytearray() for name in NAMES}
         self.offset = offset
         self.count = 0  # tokens that have a log probability
-        self._total = 0.0  # of these
 
     def add(self, token: int, value: float | None, top: Iterable[tuple[int, float]]) -> None:
         """A token, its log probability (None: it has none) and the likeliest tokens in its place."""
@@ -107,7 +108,6 @@ class TokenLists:
             for other, found in top:  # of tokens that look alike the likeliest counts
                 best.setdefault(texts[other], max(found, LOWEST))
             best[text] = value
-            self._total += value
             self.count += 1
         for part, content in zip(self._parts.values(), (text, value, best, self.offset), strict=True):
             part += encode(content)
@@ -117,19 +117,14 @@ class TokenLists:
 
     def add_chunk(self, chunk: Chunk, top: int) -> None:
         """A chunk's tokens, each with its likeliest alternatives."""
-        for token, report in zip(chunk.ids, log_probs(chunk), strict=False):
-            self.add(token, report.log_prob, (report.top_logprobs or [])[:top])
+        for token, value, likely in chunk.told(top):
+            self.add(token, value, likely)
 
     def followed_by(self, later: TokenLists) -> TokenLists:
         """These tokens and then those of `later`, whose offset has to begin where this one ends."""
         both = TokenLists(self._texts, self._written, later.offset)
         both._parts = {name: part + later._parts[name] for name, part in self._parts.items()}
         return both
-
-    @property
-    def mean(self) -> float:
-        """The mean of the log probabilities, 0 without any."""
-        return self._total / max(1, self.count)
 
     def json(self) -> dict[str, msgspec.Raw]:
         """What the API answers, for a JSON encoder."""

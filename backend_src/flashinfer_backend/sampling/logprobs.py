@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flashinfer_backend.core.sampling_params import SamplingParams
-from flashinfer_backend.core.step import StepOutput
+from flashinfer_backend.core.step import TOP_LOGPROBS, StepOutput
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.ops.staging import StagingRing
 from flashinfer_backend.ops.weight import Chosen
@@ -77,11 +77,12 @@ class Report:
         chosen = values[len(values) - count :].view(np.float32).tolist()
         output.log_probs += zip(rows.log_prob_rows, chosen, strict=True)
         if self.top is not None:
-            for row, most, log_probs, ids in zip(
-                rows.log_prob_rows, rows.top_counts, *(t.tolist() for t in self.top), strict=True
-            ):
+            log_probs, ids = self.top
+            packed = np.empty(ids.shape, TOP_LOGPROBS)
+            packed["token"], packed["log_prob"] = ids.numpy(), log_probs.numpy()
+            for row, most, found in zip(rows.log_prob_rows, rows.top_counts, packed, strict=True):
                 if most:
-                    output.top_logprobs.append((row, list(zip(ids[:most], log_probs[:most], strict=True))))
+                    output.top_logprobs.append((row, found[:most].tobytes()))
         for i, row in enumerate(rows.logits_rows):
             assert self.logits is not None
             output.generation_logits.append((row, self.logits[i].numpy().tobytes()))

@@ -6,8 +6,9 @@ Nothing here knows who asked: Triton's stubs and the OpenAI API share it.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ import msgspec
 import numpy as np
 
 from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.core.step import TOP_LOGPROBS
 from flashinfer_backend.serving.timing import SequenceTiming
 from flashinfer_backend.text.chunk import NO_LIMIT
 from flashinfer_backend.text.delta import CONTEXT_IDS, DeltaDecoder
@@ -57,12 +59,39 @@ class GenerationRequest:
 @dataclass
 class Chunk:
     """New ids of a sequence for one response. `code`: other than RUNNING in the last one. `max_chars`: length
-    limit of the chunk's text."""
+    limit of the chunk's text. `log_probs`, `top_logprobs`: where they are asked for, of each id its log
+    probability and equally many TOP_LOGPROBS; packed, since all are kept until an answer without streaming
+    ends. `reports`: what else was reported."""
 
     ids: list[int]
     code: int = protocol.RUNNING
     max_chars: int = NO_LIMIT
+    log_probs: array[float] = field(default_factory=lambda: array("f"))
+    top_logprobs: bytearray = field(default_factory=bytearray)
     reports: list[protocol.RowReport] = field(default_factory=list)
+
+    def add(self, report: protocol.RowReport) -> None:
+        """Takes in what was reported of the next id."""
+        if report.log_prob is not None:
+            self.log_probs.append(report.log_prob)
+            self.top_logprobs += report.top_logprobs or b""
+            report.log_prob = report.top_logprobs = None
+        if report != protocol.RowReport(report.local_id, report.turn):
+            self.reports.append(report)
+
+    def told(self, most: int) -> Iterator[tuple[int, float, list[tuple[int, float]]]]:
+        """Each id, its log probability, and the `most` likeliest ids of its place with theirs."""
+        count = max(1, len(self.log_probs))
+        top = np.frombuffer(self.top_logprobs, TOP_LOGPROBS).reshape(count, -1)[:, :most]
+        for token, value, likely in zip(self.ids, self.log_probs, top, strict=False):
+            yield token, value, likely.tolist()
+
+    def split(self, sent: int) -> Chunk:
+        """Takes the ids from `sent` on off this chunk, with their log probabilities; returns them as one."""
+        size = len(self.top_logprobs) // max(1, len(self.log_probs)) * sent
+        rest = Chunk(self.ids[sent:], log_probs=self.log_probs[sent:], top_logprobs=self.top_logprobs[size:])
+        del self.ids[sent:], self.log_probs[sent:], self.top_logprobs[size:]
+        return rest
 
     @property
     def last(self) -> bool:
@@ -208,7 +237,7 @@ class Generation:
             if token != protocol.NO_TOKEN:
                 new_ids.append(token)
             if report is not None:
-                chunk.reports.append(report)
+                chunk.add(report)
         if self._matcher is not None and new_ids:
             matched = self._match(self._matcher, chunk, new_ids)
         else:
@@ -244,14 +273,11 @@ class Generation:
 
     def _keep(self, chunk: Chunk, held: int) -> None:
         """Keeps the last `held` ids of a chunk, and their reports, for the next one."""
-        sent, params = len(chunk.ids) - held, self.row.params
-        self._kept = Chunk(chunk.ids[sent:])
-        chunk.ids = chunk.ids[:sent]
-        if held and (params.log_probs or params.generation_logits):  # then each id has its report
+        self._kept = chunk.split(len(chunk.ids) - held)
+        if held and self.row.params.generation_logits:  # then each id has its report
             at = len(chunk.reports) - held
             self._kept.reports, chunk.reports = chunk.reports[at:], chunk.reports[:at]
-        log_probs = [e.log_prob for e in chunk.reports if e.log_prob is not None]
-        self.cum_log_prob += sum(log_probs[:sent])
+        self.cum_log_prob += sum(chunk.log_probs)
 
     def _match(self, matcher: StopWordMatcher, chunk: Chunk, new_ids: list[int]) -> bool:
         """Appends `new_ids`, up to the end of a stop word; whether the engine still has to be told."""

@@ -166,7 +166,7 @@ class RowReport(msgspec.Struct, omit_defaults=True):
     local_id: int
     turn: int = 0  # rows of the sequence in this frame before its own
     log_prob: float | None = None
-    top_logprobs: list[tuple[int, float]] | None = None  # (token, log probability), most likely first
+    top_logprobs: bytes | None = None  # TOP_LOGPROBS of core/step.py, most likely first
     context_logits: memoryview | None = None  # up to gigabytes: a separate frame
     generation_logits: bytes | None = None
     perf: Perf | None = None

@@ -100,7 +100,7 @@ def _add_reports(
 ) -> None:
     params, reports = row.params, chunk.reports
     if params.log_probs:
-        log_probs = [e.log_prob for e in reports if e.log_prob is not None][: len(chunk.ids)]
+        log_probs = chunk.log_probs.tolist()
         if row.log_probs_so_far:
             reported.log_probs += log_probs
             log_probs = reported.log_probs
