@@ -1,16 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log probabilities of an answer without streaming are kept until it ends."""
+"""Log probabilities of an answer without streaming are kept until it ends: packed, and up to a bound."""
 
+import asyncio
+import json
 import tracemalloc
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 import torch
 
+from flashinfer_backend.core.bounds import MOST_LOG_PROBS
+from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.core.step import StepOutput
+from flashinfer_backend.openai import chat, completions
+from flashinfer_backend.openai.errors import ApiError
+from flashinfer_backend.openai.link import EngineLink, LogitsRoom
+from flashinfer_backend.openai.model import Model
+from flashinfer_backend.openai.served_model import ServedModel
 from flashinfer_backend.sampling.logprobs import Report
 from flashinfer_backend.serving.generation import Generation, GenerationRequest
 from flashinfer_backend.transport import protocol
@@ -48,3 +59,74 @@ def test_a_token_with_twenty_alternatives_takes_three_hundred_bytes() -> None:
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert held < 300 * len(sent)
+
+
+LONG = 131_072  # tokens of the context
+MESSAGES: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True}
+CHAT = {**MESSAGES, "top_logprobs": 20, "n": 16}
+TEXT = {"prompt": "Hi", "logprobs": 5}
+MANY = {**TEXT, "prompt": ["Hi"] * 128}
+
+
+async def submitted(body: dict[str, Any]) -> int:
+    """The number of sequences that a request brings to the engine."""
+    handed: list[SamplingParams] = []
+
+    def submit(sink: Any, prompt: bytes, params: SamplingParams, *rest: int) -> int:
+        handed.append(params)
+        sink.handle = len(handed)
+        return len(handed)
+
+    status = SimpleNamespace(vocab_size=2048, max_seq_len=LONG, max_input_len=LONG - 1)
+    engines: Any = SimpleNamespace(up=True, status=status, submit=submit, cancel=lambda handle: None)
+    model = Model(["small"], EngineConfig(model_dir=str(resolve_model_dir("bundled"))), openai_defaults=True)
+    served = ServedModel(model, Any)
+    served.link = EngineLink(engines, asyncio.get_running_loop(), LogitsRoom())
+    data = json.dumps({"model": "small", **body}).encode()
+    if "messages" in body:
+        await chat.chat(served, chat.read_chat(served, data))
+    else:
+        await completions.completions(served, completions.read_completion(served, data))
+    return len(handed)
+
+
+@pytest.mark.parametrize(
+    ("body", "found", "fields"),
+    [
+        ({**CHAT, "max_tokens": 60_000}, 16 * 60_000 * 21, ["top_logprobs", "max_tokens", "n"]),
+        ({**CHAT, "max_completion_tokens": 60_000}, 16 * 60_000 * 21, ["max_completion_tokens"]),
+        (CHAT, 16 * 21 * (LONG - 8), ["top_logprobs", "n"]),
+        ({**MANY, "max_tokens": 32_000}, 128 * 32_000 * 6, ["logprobs", "number of prompts"]),
+        ({**TEXT, "best_of": 128, "max_tokens": 32_000}, 128 * 32_000 * 6, ["logprobs", "best_of"]),
+        (
+            {"prompt": [[5] * 30_000] * 30, "prompt_logprobs": 20, "max_tokens": 1},
+            30 * 30_000 * 21,
+            ["prompt_logprobs", "number of prompts"],
+        ),
+    ],
+)
+def test_more_than_the_bound_are_refused(body: dict[str, Any], found: int, fields: list[str]) -> None:
+    """Where max_tokens is missing, what the answer could become counts."""
+    with pytest.raises(ApiError) as raised:
+        asyncio.run(submitted(body))
+    message = raised.value.message
+    assert raised.value.status == 400 and raised.value.param in message
+    assert str(MOST_LOG_PROBS) in message and str(found) in message
+    assert all(field in message for field in fields)
+    assert ("set stream to true" in message) == ("best_of" not in body and "prompt_logprobs" not in body)
+
+
+@pytest.mark.parametrize(
+    ("body", "sequences"),
+    [
+        ({**CHAT, "max_tokens": 32_000}, 16),
+        ({**CHAT, "max_tokens": 60_000, "stream": True}, 16),
+        ({**MESSAGES, "n": 16}, 16),
+        ({**MESSAGES, "logprobs": False, "n": 128}, 128),
+        ({**MANY, "max_tokens": 8000}, 128),
+        ({"prompt": "Hi", "best_of": 128}, 128),
+        ({"prompt": [[5] * 8000] * 8, "echo": True, "logprobs": 5, "max_tokens": 1}, 8),
+    ],
+)
+def test_what_clients_ask_for_is_within_the_bound(body: dict[str, Any], sequences: int) -> None:
+    assert asyncio.run(submitted(body)) == sequences

@@ -39,6 +39,7 @@ from flashinfer_backend.openai.formats.reasoning import is_opened
 from flashinfer_backend.openai.link import ClientLeft, Stream, Streams
 from flashinfer_backend.openai.log_probs import (
     chat_log_probs,
+    check_log_probs,
     check_prompt_logits,
     in_thread_if_many,
     prompt_log_probs,
@@ -191,6 +192,10 @@ class Turn:
         # ignore_eos asks for all of its tokens.
         stops = [] if request.ignore_eos else served.defaults.stop_strings
         row = generation_request(request, self.prompt, params, self.streaming, self.guide, stops)
+        told = 0 if prompt_top is None else 1 + prompt_top
+        asks = "prompt_logprobs" if told and not log_probs else "top_logprobs"
+        fields = (asks, max_tokens_field, *("n" for _ in range(n > 1)))
+        check_log_probs([(row, n)], told, request.stream, not told, *fields)
         self.streams = await served.generate([(row, n)], self.skip_special_tokens, reduce)
 
     def reader(self) -> Reader:

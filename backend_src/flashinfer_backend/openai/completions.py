@@ -16,6 +16,7 @@ from flashinfer_backend.openai.errors import ApiError, field_error
 from flashinfer_backend.openai.link import ClientLeft, Stream, Streams
 from flashinfer_backend.openai.log_probs import (
     TokenLists,
+    check_log_probs,
     check_prompt_logits,
     in_thread_if_many,
     mean,
@@ -97,6 +98,11 @@ async def completions(served: ServedModel, parsed: ParsedCompletion) -> Response
         )  # fmt: skip
         params.context_logits = echoed or by_id is not None
         rows.append((generation_request(request, prompt, params, bool(request.stream), parsed.guide), count))
+    told = (1 + (request.logprobs or 0)) * echoed + (0 if by_id is None else 1 + by_id)
+    number = "best_of" if count > n else "n"
+    asks = "logprobs" if request.logprobs is not None else number if count > n else "prompt_logprobs"
+    fields = dict.fromkeys((asks, "max_tokens", number, "number of prompts"))
+    check_log_probs(rows, told, request.stream, count == n and not told, *fields)
     texts = served.token_texts
     written = served.decoder(request.skip_special_tokens)
 

@@ -15,9 +15,10 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
+from flashinfer_backend.core.bounds import MOST_LOG_PROBS
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.sampling import EngineLimits
-from flashinfer_backend.serving.generation import Chunk
+from flashinfer_backend.serving.generation import Chunk, GenerationRequest
 from flashinfer_backend.text.delta import CONTEXT_IDS, DeltaDecoder
 
 MANY = 2000  # log probabilities that take some 4 ms to write
@@ -184,6 +185,32 @@ def check_prompt_logits(name: str, field: str, stream: bool | None, size: int, l
         raise ApiError(
             f"{name} takes prompts of at most {most} tokens of this vocabulary; this one has {size}",
             param=field,
+        )
+
+
+def check_log_probs(
+    rows: Iterable[tuple[GenerationRequest, int]],
+    told: int,
+    stream: bool | None,
+    streamable: bool,
+    *fields: str,
+) -> None:
+    """rows: of a request, each with its number of answers. told: log probabilities of each token of a prompt
+    that is told of. stream, streamable: whether the answer streams, and could. fields: what the number
+    depends on, first what asks for them. Raises ApiError where an answer could have too many."""
+    found = 0
+    for row, count in rows:
+        params = row.params
+        if params.log_probs and not stream:
+            found += count * params.max_tokens * (1 + params.top_logprobs)
+        if params.context_logits:  # kept once for all answers
+            found += len(row.prompt) * told
+    if found > MOST_LOG_PROBS:
+        raise ApiError(
+            f"{fields[0]}: the answer could have {found} log probabilities, of its tokens and their"
+            f" alternatives; without streaming it should have at most {MOST_LOG_PROBS}. Give a"
+            f" lower {' or '.join(fields)}" + (", or set stream to true" if streamable else ""),
+            param=fields[0],
         )
 
 
