@@ -297,6 +297,8 @@ def test_a_shape_without_an_entry_begins_as_the_rule():
     [
         (LLAMA, {"linear", "cublas"}),
         (LLAMA.quantised_on_load(), {"linear", "linear_fp8"}),
+        (LLAMA.with_format("fp8_block"), {"linear", "linear_blocks", "blocks_fp8"}),
+        (LLAMA.with_format("fp8_block_scale"), {"linear", "linear_blocks", "blocks_fp8"}),
         (LLAMA.with_format("int4_awq_128"), {"linear", "int4"}),
         (bundled(**EXPERTS, num_experts=8, num_experts_per_tok=2), {"linear", "cublas", "experts"}),
     ],
@@ -313,7 +315,7 @@ def test_every_format_has_cases(spec, tables):
                 assert case.now(case.with_step(base, tokens, fields), tokens) == fields
         table = getattr(base, case.table) | {case.key: ()}
         fresh = base
-        if case.table not in ("experts", "decode_attention"):
+        if case.table not in ("experts", "decode_attention", "blocks_fp8"):  # not whole
             fresh = replace(base, **{case.table: table})
         for tokens in case.sizes:
             fresh = case.with_step(fresh, tokens, case.candidates(tokens)[0])

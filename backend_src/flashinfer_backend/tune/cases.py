@@ -90,18 +90,19 @@ def _of_product(product: Product, sizes: Sizes, numbers: Tuned | None) -> list[C
                 lambda tokens: [None, *int4_tiles(shape, tokens)], other="written out",
             )
         ]  # fmt: skip
-    table = {"dense": "linear", "fp8_block": "linear_blocks"}.get(product.format, "linear_fp8")
+    by_blocks = product.format.startswith("fp8_block")  # by either name of their scales
+    table = "linear_blocks" if by_blocks else "linear" if product.format == "dense" else "linear_fp8"
     chosen = sizes[table]
-    if numbers is not None and product.gated and table != "linear_blocks":
+    if numbers is not None and product.gated and not by_blocks:
         kind: Kind = "dense" if table == "linear" else "rows"
         chosen = tuple(tokens for tokens in chosen if not is_gated(numbers, kind, tokens))
     linear = Case(
         name, table, role, shape, chosen,
         lambda tokens: [None, *seeds(role, shape, tokens, table)],
         lambda tiling, tokens: neighbours(tiling, role, shape, tokens, table),
-        other="another kernel" if table == "linear_blocks" else "cuBLAS",
+        other="another kernel" if by_blocks else "cuBLAS",
     )  # fmt: skip
-    if table == "linear_blocks":
+    if by_blocks:
         # First, so that a tiling is compared with the best of these.
         tiles = Case(
             f"{name}, blocks", "blocks_fp8", role, None, sizes["blocks_fp8"],
