@@ -158,6 +158,7 @@ def test_no_more_than_the_drafts_of_steps_in_flight_are_unread() -> None:
         ("plan.feeds[1:] = plan.feeds[:0:-1]; plan.lengths[1:] = plan.lengths[:0:-1]", "are in the order"),
         ("plan.lengths[0] = 0", "a plan has a row without tokens"),
         ("plan.slots[1] = plan.slots[0]", "a slot has two rows in one plan"),
+        ("plan.restored = np.array([[1, 2], [1, 3]])", "a slot is restored twice"),
         ("plan.lengths[0] = 2; plan.lengths[2:] -= [1]; plan.tokens = plan.tokens[1:]", "a longer row comes"),
         ("plan.epochs = plan.epochs[:-1]", "epochs are not those of its samples"),
         ("plan.epochs += 1", "names epochs that are over"),

@@ -74,6 +74,8 @@ class InvariantChecker:
         _require(order == sorted(order), f"a plan's rows are in the order {order}")
         _require(bool((plan.lengths > 0).all()), "a plan has a row without tokens")
         _require(len(np.unique(slots)) == rows, f"a slot has two rows in one plan: {slots.tolist()}")
+        targets = plan.restored[:, 0]  # on a GPU, of two copies to one slot either can be the last
+        _require(len(np.unique(targets)) == len(targets), f"a slot is restored twice: {targets.tolist()}")
         longer = (plan.lengths > 1).tolist()
         _require(longer == sorted(longer), "a longer row comes before one of length 1")
         _require(len(plan.epochs) == len(plan.sampling_rows), "a plan's epochs are not those of its samples")
