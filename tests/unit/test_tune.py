@@ -173,7 +173,7 @@ def test_blocks_have_tiles_by_role_and_tokens():
     bench, spec = of_kind(
         "blocks_fp8", {("down", split): 20.0, ("gate_up", wide): 30.0, ("o", None, 64): 40.0}
     )
-    bench.times |= {(role, None, tokens): math.inf for role in tuned.ROLES[:4] for tokens in (16, 1024)}
+    bench.times |= {(role, None, tokens): math.inf for role in tuned.LAYER_ROLES for tokens in (16, 1024)}
     bench.times |= {(role, None, 64): math.inf for role in ("qkv", "gate_up", "down")}
     found = run(bench, spec=spec, sizes={"linear_blocks": ()})
     assert find(found.blocks_fp8, "down", 16) == split

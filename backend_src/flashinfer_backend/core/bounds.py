@@ -51,7 +51,7 @@ MOST_LISTED_IDS = 1 << 25  # ids in lists of all requests that an engine has, ea
 MOST_TASKS = 1024  # ids of adapters whose weights are kept; all of them are looked at with each new one
 MOST_KV_CONNECTIONS = 256  # to each port of KV events
 MOST_STORED = 4096  # responses that a process of the OpenAI API keeps
-MOST_LISTED = 100  # items of one page
+MOST_PAGE_ITEMS = 100  # of a list that comes in pages
 ALL_PROMPTS = 8  # times what one prompt may have: all prompts of a request to the ensemble
 
 NAME = Bound(1, 4 * KIB)

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 from msgspec import inspect as info
 
-from flashinfer_backend.core.bounds import MOST_CHOICES, MOST_LISTED, MOST_TOP_LOGPROBS, MOST_WORD
+from flashinfer_backend.core.bounds import MOST_CHOICES, MOST_PAGE_ITEMS, MOST_TOP_LOGPROBS, MOST_WORD
 from flashinfer_backend.core.values import INT32_MAX, shown
 from flashinfer_backend.openai.bounds import bounded, check_field, check_items, check_size
 from flashinfer_backend.openai.errors import ApiError, field_error, wrong_value
@@ -350,7 +350,7 @@ class ItemsQuery(msgspec.Struct, forbid_unknown_fields=True):
     """Which of the items that a kept response was made of. after: the id of the one before them."""
 
     after: str | None = None
-    limit: Annotated[int, Meta(ge=1, le=MOST_LISTED)] = 20
+    limit: Annotated[int, Meta(ge=1, le=MOST_PAGE_ITEMS)] = 20
     order: Literal["asc", "desc"] = "desc"
 
 

@@ -36,3 +36,9 @@ def library(weight: Tensor, tokens: int) -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.preferred_blas_library(before)
+
+
+def add_product(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """residual[T, N], which is overwritten, plus x @ weight.T and a bias[N]."""
+    total = residual.addmm_(x, weight.t())
+    return total if bias is None else total.add_(bias)

@@ -69,7 +69,7 @@ def product(
         elements = elements[: len(x)]
     else:
         elements, scales = triton_fp8.quantise_rows(x, parts[0][1], norm)
-    alone = bias is None and residual is None and not by_blocks  # the kernel adds neither
+    alone = bias is None and residual is None and not by_blocks
     if gated and alone and gated_linear.pays(len(x), fp8=True) and gated_linear.takes(weight.data):
         return gated_linear.gated_linear_scaled(elements, weight.data, scales, weight.scale)
     if tiling is None and residual is None and not gated and len(x) >= _scaled_by_cublas():

@@ -47,5 +47,4 @@ def product(
             return flashinfer.silu_and_mul(F.linear(x, matrix), enable_pdl=True)
         if residual is None:
             return F.linear(x, matrix, bias)
-        total = residual.addmm_(x, matrix.t())
-        return total if bias is None else total.add_(bias)
+        return cublas.add_product(residual, x, matrix, bias)

@@ -169,8 +169,7 @@ def _dense(
         return flashinfer.silu_and_mul(F.linear(x, data), enable_pdl=True)
     with cublas.library(data, len(x)):
         if residual is not None:
-            total = residual.addmm_(x, data.t())
-            return total if bias is None else total.add_(bias)
+            return cublas.add_product(residual, x, data, bias)
         if out is None:
             return F.linear(x, data, bias)
         return torch.mm(x, data.t(), out=out) if bias is None else out.copy_(F.linear(x, data, bias))

@@ -381,7 +381,7 @@ def linear(
     columns of a row at a time by their largest magnitude, after the norm's weight and before its factor of
     the row. That is never coarser than a scale for the row, but not the same bits. Those of a weight of
     blocks are [N / 128, K / 128], rounded up, those of x then [R, K / 128], R >= T, column after column;
-    tiling.of_blocks.
+    tiling.inner is 128 then, and tiling.rows divides 128.
 
     adapters: of the weight, and the tokens'; what they add is added, where takes_adapters.
 

@@ -31,7 +31,8 @@ SHORT = 24  # characters of an item in a list, up to which items share lines
 # projections; down projection; logits; betas and decays of a delta net. Products of one role and shape share
 # them.
 Role = str
-ROLES: tuple[Role, ...] = ("qkv", "o", "gate_up", "down", "head", "ba")
+LAYER_ROLES: tuple[Role, ...] = ("qkv", "o", "gate_up", "down")  # whose weights can be quantised
+ROLES: tuple[Role, ...] = (*LAYER_ROLES, "head", "ba")
 GATED: Role = "gate_up"  # whose rows are a gate's and as many of what it multiplies
 Shape = tuple[int, int]  # weight [N, K]
 # Of a weight: 16 bits have none; e4m3 has one for each row, or for each block of 128x128.
@@ -56,9 +57,9 @@ class Tiling(_Data, frozen=True, omit_defaults=True):
     operand, so that few tokens do not waste the tensor cores' 64 rows. prefetch: bytes of weights that a
     program pulls into L2 before it waits for the previous kernel. early: let the next kernel start
     (and prefetch) at once rather than when the product is done. fuse_norm: a norm of x is part of the
-    product; else it is a kernel of its own. quantise, of weights in e4m3: x comes in 16
-    bits, and its norm and its scales, computed for each block of `inner` columns, are part of the product;
-    else they are a kernel of its own, as always where scales of x are stored.
+    product; else it is a kernel of its own. quantise, of weights in e4m3: x comes in 16 bits, and its norm
+    and its scales, computed for each block of `inner` columns, are part of the product; else they are a
+    kernel of their own, as always where scales of x are stored.
     """
 
     tokens: int
@@ -311,14 +312,13 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
     int4: Table[Int4Tile] = {}
 
     def __post_init__(self) -> None:
-        layers = ROLES[:4]  # which are quantised
         for name, keys, whole in (
             ("linear", ROLES, False),
             ("linear_adapted", ROLES, False),
             ("linear_fp8", ROLES, False),
-            ("linear_blocks", layers, False),
-            ("blocks_fp8", layers, True),
-            ("int4", layers, False),
+            ("linear_blocks", LAYER_ROLES, False),
+            ("blocks_fp8", LAYER_ROLES, True),
+            ("int4", LAYER_ROLES, False),
             ("cublas", ("16 bits",), False),
             ("experts", get_args(Scales), True),
             ("decode_attention", get_args(Cache), True),
