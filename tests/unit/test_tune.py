@@ -378,7 +378,7 @@ def test_chosen_sizes_leave_the_gated_kernel_alone():
     [
         (["--tokens", "32,16"], "32,16: the numbers should rise"),
         (["--tokens", "0"], "should be a whole number from 1"),
-        (["--decode-attention", "e4m3", "--tokens", "16"], r"--tokens is for products of whole weights"),
+        (["--decode-attention", "e4m3", "--tokens", "16"], r"--tokens is for products: of attention"),
         (["--layers", "9"], r"--layers 9: the model has 2"),
         (["--tensor-parallel-size", "8"], "tensor_parallel_size=8 should divide num_attention_heads"),
         (["--tensor-parallel-size", "3"], "invalid choice: 3"),

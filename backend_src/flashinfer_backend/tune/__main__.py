@@ -60,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument(
         "--tokens", type=sizes, metavar="LIST",
-        help="sizes of steps, such as 16,32,64: fields are chosen for these alone, and the gated kernel's"
-        " numbers stay",
+        help="sizes of steps, such as 16,32,64: fields are chosen for these alone, and the numbers of the"
+        " gated kernel and of experts stay",
     )  # fmt: skip
     parser.add_argument("--layers", type=whole(1), metavar="N", help="only N of the model's layers")
     parser.add_argument(
@@ -114,10 +114,11 @@ def sizes_of(options: argparse.Namespace, spec: ModelSpec) -> kernels.Sizes:
     sizes = kernels.QUICK if options.quick else kernels.FULL
     if not options.tokens:
         return sizes
-    if options.decode_attention or any(product.experts for product in spec.products):
-        raise ValueError("--tokens is for products of whole weights: the last of these stands for all more")
+    if options.decode_attention:
+        raise ValueError("--tokens is for products: of attention the last size stands for all more")
     tilings = dict.fromkeys(("linear", "linear_fp8", "linear_blocks", "int4"), options.tokens)
-    return sizes | tilings | {"blocks_fp8": ()}  # of which the last of these stands for all more
+    # Of these the last size stands for all more.
+    return sizes | tilings | {"blocks_fp8": (), "experts": ()}
 
 
 def make_plan(

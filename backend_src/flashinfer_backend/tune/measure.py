@@ -146,7 +146,9 @@ class ModelBench:
         return body
 
     def steps(self, tokens: int, candidates: Sequence[Tuned]) -> list[float]:
-        return compare(self.step(tokens), candidates, self._stream, self.step(tokens, layers=1))
+        products = [{(each.role, each.shape) for each in layer.products} for layer in self.model.spec.layers]
+        kinds = 1 + max(products.index(each) for each in products)  # by then there was a layer of each
+        return compare(self.step(tokens), candidates, self._stream, self.step(tokens, layers=kinds))
 
     def waves(self) -> dict[int, float]:
         """See search.Bench. Each tile has as many as fill whole waves."""
