@@ -9,7 +9,9 @@ python -m client bench --tokenizer MODEL --find-rate 1:64 --limit p99_ttft=200
 """
 
 import argparse
+import csv
 import datetime
+import json
 import math
 import os
 import shlex
@@ -19,11 +21,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from client import find_rate, machine, ready, results, scenarios
+from client import find_rate, machine, ready, scenarios
 from client.bench_options import OF_SCENARIO, SAMPLING, given_options, make_parser
 from client.datasets import (
     DATASETS,
@@ -43,6 +46,7 @@ from client.wire import OPENAI
 
 WARM_UP_SEED = 1_000_003  # other prompts than those measured
 EXIT_INTERRUPTED = 130
+Run = dict[str, Any]
 
 
 @dataclass
@@ -59,7 +63,7 @@ class Bench:
     warm_up: int
     devices: Devices = field(default_factory=find_devices)
     facts: dict[str, Any] = field(default_factory=dict)
-    runs: list[results.Run] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
     interrupted: bool = False
 
     @property
@@ -158,11 +162,9 @@ class Bench:
         }
         self.runs.append(run)
         if args.output:
-            results.write_json(self.runs, args.output)
+            write_json(self.runs, args.output)
         if args.csv:
-            results.write_csv(self.runs, args.csv)
-        if args.sglang_json:
-            results.append_sglang(run, result.records, args.sglang_json)
+            write_csv(self.runs, args.csv)
 
     def search(self, warm_up: dict[str, Any]) -> int:
         """--find-rate; the exit status: 0 where a rate was found."""
@@ -194,6 +196,28 @@ class Bench:
             incomplete = "" if ended else " at least (INCOMPLETE)"
             print(f"highest rate: {rate:.4g} requests/s{incomplete} with {wanted}", flush=True)
         return 0 if rate is not None and ended else 1
+
+
+def write_json(runs: Sequence[Run], path: Path) -> None:
+    """A run as it is, several as {"runs": [...]}. The file is replaced in one go."""
+    text = json.dumps(runs[0] if len(runs) == 1 else {"runs": list(runs)}, allow_nan=False)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def write_csv(runs: Sequence[Run], path: Path) -> None:
+    """A line a request: the run's number, rate and concurrency, then the columns of `requests`. Inter-chunk
+    times are separated by blanks."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        names: list[str] = next((list(run["requests"]) for run in runs if run["requests"]), [])
+        writer.writerow(["run", "request_rate", "max_concurrency", *names])
+        for number, run in enumerate(runs):
+            where = [number, run["request_rate"], run["max_concurrency"]]
+            for row in zip(*(run["requests"].get(name, []) for name in names), strict=True):
+                cells = [" ".join(map(str, cell)) if isinstance(cell, list) else cell for cell in row]
+                writer.writerow([*where, *cells])
 
 
 def _label(backend: str, server: str) -> str:
@@ -302,7 +326,7 @@ def plan(args: argparse.Namespace, given: set[str], command: str) -> Bench:
         backend=args.backend, url=args.url, model=args.model, endpoint=args.endpoint, burstiness=burstiness,
         ramp=ramp, max_concurrency=points[0].max_concurrency, seed=args.seed, workers=args.workers,
         ignore_eos=not args.respect_eos, check_tokens=args.check_tokens,
-        keep_text=args.retokenize or args.sglang_json is not None, extra_body=sampling | args.extra_body,
+        keep_text=args.retokenize, extra_body=sampling | args.extra_body,
         think_seconds=think, api_key=key, priority_per_output_token=priority,
         lora_modules=tuple(filter(None, args.lora_modules.split(","))),
     )  # fmt: skip
@@ -323,7 +347,7 @@ def _refuse_idle(args: argparse.Namespace, given: set[str]) -> None:
         if "num_prompts" in given:
             raise ValueError("--num-prompts: a try of --find-rate sends its rate times --try-seconds")
         shown = sorted(given & {"goodput", "percentiles", "retokenize"})
-        if shown and not (args.output or (shown == ["retokenize"] and args.sglang_json)):
+        if shown and not args.output:
             raise ValueError(
                 f"--{shown[0]}: --find-rate prints its limits alone; add --output to write it to"
             )
@@ -342,9 +366,8 @@ def _refuse_idle(args: argparse.Namespace, given: set[str]) -> None:
         )
     if args.label is not None and not args.output:
         raise ValueError("--label is for --output: reports call the server that")
-    files = [path.resolve() for path in (args.output, args.csv, args.sglang_json) if path is not None]
-    if len(set(files)) < len(files):
-        raise ValueError("--output, --csv and --sglang-json must be files of their own")
+    if args.output and args.csv and args.output.resolve() == args.csv.resolve():
+        raise ValueError("--output and --csv must be files of their own")
     if args.save_itl and not (args.output or args.csv):
         raise ValueError("--save-itl needs --output or --csv to write to")
     if "check_tokens" in given and args.backend in OPENAI:
@@ -403,7 +426,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     finally:
-        files = [str(path) for path in (args.output, args.csv, args.sglang_json) if path is not None]
+        files = [str(path) for path in (args.output, args.csv) if path is not None]
         if bench.runs and files:
             print(f"wrote {', '.join(files)}", file=sys.stderr)
     return 1 if failed or warm_up_counts.get("failed") else 0

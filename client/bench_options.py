@@ -161,5 +161,3 @@ def _results(group: Any) -> None:
     add("--save-itl", action="store_true", help="write every time between chunks to --output and --csv")
     add("--output", type=output_file, metavar="FILE", help="write everything as JSON")
     add("--csv", type=output_file, metavar="FILE", help="write every request as CSV")
-    add("--sglang-json", type=output_file, metavar="FILE",
-        help="append each run as sglang's bench_serving does")  # fmt: skip

@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 from openai_server import OpenAiServer
@@ -20,6 +20,7 @@ from terminals import END_OF_FILE, INTERRUPT, terminal
 
 from client import bench, generate, report
 from client.configurations import base_label
+from client.load import LoadResult, run_load
 from client.scenarios import Point
 from flashinfer_backend import __version__
 from flashinfer_backend.core.paths import resolve_model_dir
@@ -32,13 +33,20 @@ LOAD = ["--tokenizer", "bundled", "--workers", "1", "--warm-up", "0"]
 SMALL = ["--num-prompts", "6", "--input-len", "8:16", "--output-len", "4:8", "--max-concurrency", "3"]
 
 
-def measured(folder: Path, backend: str, url: str, *more: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What --output and --sglang-json hold of a run that must succeed."""
+def measured(folder: Path, backend: str, url: str, *more: str) -> tuple[dict[str, Any], list[str]]:
+    """What --output holds of a run that must succeed, and the texts that were received."""
     files = ["--output", str(folder / f"{backend}.json"), "--csv", str(folder / f"{backend}.csv")]
-    files += ["--sglang-json", str(folder / f"{backend}.jsonl")]
-    assert bench.main(["--backend", backend, "--url", url, *LOAD, *SMALL, *files, *more]) == 0
-    (line,) = (folder / f"{backend}.jsonl").read_text().splitlines()
-    return json.loads((folder / f"{backend}.json").read_text()), json.loads(line)
+    words = ["--backend", backend, "--url", url, *LOAD, *SMALL, *files, "--retokenize", *more]
+    found: list[LoadResult] = []
+
+    def noted(*args: Any) -> LoadResult:
+        found.append(run_load(*args))
+        return found[-1]
+
+    with patch.object(bench, "run_load", noted):
+        assert bench.main(words) == 0
+    texts = [record.text for record in found[-1].records]
+    return json.loads((folder / f"{backend}.json").read_text()), texts
 
 
 def test_generate_writes_the_same_over_http_and_grpc(server: Server, capsys: Any) -> None:
@@ -63,10 +71,10 @@ def test_generate_writes_the_same_over_http_and_grpc(server: Server, capsys: Any
 
 
 def test_http_and_grpc_give_the_same_texts(server: Server, tmp_path: Path, capsys: Any) -> None:
-    http, http_line = measured(tmp_path, "triton", server.url, "--percentiles", "50,95")
-    grpc, grpc_line = measured(tmp_path, "triton-grpc", f"http://{server.grpc}", "--goodput", "ttft=60000")
+    http, http_texts = measured(tmp_path, "triton", server.url, "--percentiles", "50,95")
+    grpc, grpc_texts = measured(tmp_path, "triton-grpc", f"http://{server.grpc}", "--goodput", "ttft=60000")
     assert http["prompts_sha256"] == grpc["prompts_sha256"]
-    assert http_line["generated_texts"] == grpc_line["generated_texts"] and all(grpc_line["generated_texts"])
+    assert http_texts == grpc_texts and all(grpc_texts)
     for run in (http, grpc):
         assert run["summary"]["completed"] == 6 and run["requests"]["finish_reason"] == ["length"] * 6
         assert run["requests"]["reported_tokens"] == run["requests"]["output_tokens"]
@@ -76,19 +84,19 @@ def test_http_and_grpc_give_the_same_texts(server: Server, tmp_path: Path, capsy
     assert [int(row["output_tokens"]) for row in rows] == http["requests"]["output_tokens"]
     shown, told = capsys.readouterr()
     assert "P95" in shown and "goodput" in shown and max(map(len, shown.splitlines())) <= 80
-    files = [str(tmp_path / f"triton-grpc.{end}") for end in ("json", "csv", "jsonl")]
+    files = [str(tmp_path / f"triton-grpc.{end}") for end in ("json", "csv")]
     assert told.splitlines()[-1] == f"wrote {', '.join(files)}"
 
 
 def test_sampling_and_refusals_over_grpc(server: Server, tmp_path: Path) -> None:
     url = f"http://{server.grpc}"
     (tmp_path / "greedy").mkdir()
-    greedy, greedy_line = measured(tmp_path / "greedy", "triton-grpc", url)
+    greedy, greedy_texts = measured(tmp_path / "greedy", "triton-grpc", url)
     how = ["--temperature", "2", "--top-p", "0.9"]
-    sampled, line = measured(tmp_path, "triton-grpc", url, *how, "--extra-body", '{"seed": 1}')
+    sampled, texts = measured(tmp_path, "triton-grpc", url, *how, "--extra-body", '{"seed": 1}')
     assert sampled["arguments"]["temperature"] == 2.0
     assert sampled["prompts_sha256"] == greedy["prompts_sha256"]
-    assert line["generated_texts"] != greedy_line["generated_texts"]
+    assert texts != greedy_texts
     arguments = ["--backend", "triton-grpc", "--url", url, *LOAD, *SMALL]
     output = tmp_path / "refused.json"
     assert bench.main([*arguments, "--extra-body", '{"beam_width": 3}', "--output", str(output)]) == 1
@@ -141,12 +149,12 @@ def test_the_search_for_a_rate_says_each_try(server: Server, capsys: Any, limit:
 
 def test_openai_completions_and_chat(door: OpenAiServer, tmp_path: Path) -> None:
     plain, _ = measured(tmp_path, "openai", door.url)
-    chat, line = measured(tmp_path, "openai-chat", door.url, "--dataset", "multi-turn", "--turns", "2")
+    chat, texts = measured(tmp_path, "openai-chat", door.url, "--dataset", "multi-turn", "--turns", "2")
     assert plain["model"] == chat["model"] == "tiny-chat" and plain["summary"]["completed"] == 6
     assert chat["summary"]["completed"] == 12 and chat["requests"]["turn"] == [0, 1] * 6
     said = chat["requests"]["prompt_tokens"]
     assert all(second > first for first, second in zip(said[::2], said[1::2], strict=True))
-    assert chat["requests"]["chunks"] and all(line["generated_texts"])
+    assert chat["requests"]["chunks"] and all(texts)
 
 
 def test_the_benchmark_starts_and_measures_the_openai_door(tmp_path: Path) -> None:

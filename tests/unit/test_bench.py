@@ -12,7 +12,7 @@ import small_tokenizers
 from streaming_server import StreamingServer
 
 from answering import answering, response
-from client import bench, find_rate, grpc_wire, measured, ready, report, report_plots, results, wire
+from client import bench, find_rate, grpc_wire, measured, ready, report, report_plots, wire
 from client.bench_options import make_parser
 from client.datasets import Part, Prompt, Ramp, arrival_times, load_prompts
 from client.load import Load, run_load
@@ -248,8 +248,7 @@ WRONG = [
     ([*FIND, "--goodput", "ttft=1"], "--goodput: --find-rate prints its limits alone"),
     ([*FIND, "--percentiles", "95"], "--percentiles: --find-rate prints its limits alone"),
     ([*FIND, "--retokenize"], "--retokenize: --find-rate prints its limits alone"),
-    (["--output", "same", "--csv", "same"], "must be files of their own"),
-    (["--output", "same", "--sglang-json", "./same"], "must be files of their own"),
+    (["--output", "same", "--csv", "./same"], "must be files of their own"),
 ]  # fmt: skip
 
 
@@ -321,30 +320,12 @@ def test_grpc_requests_hold_what_the_model_takes():
         grpc_wire.request_message("m", {"min_p": 1}, types)
 
 
-def test_the_form_of_sglangs_results():
+def test_drafts_that_were_accepted_lengthen_a_step():
     records = [record(0, 0.1, 0.6), record(1, 0, 0, error="HTTP 503")]
-    run = {"backend": "triton", "request_rate": None, "ramp": None, "max_concurrency": 2}
-    run |= {"arguments": {"dataset": "sharegpt:x.json"}, "summary": summarise(records)}
-    line = results.sglang_line(run, records)
-    # As bench_serving of sglang 0.4.6.post5 writes them.
-    times = {"e2e_latency": ("99",), "ttft": ("99",), "tpot": ("99",), "itl": ("95", "99")}
-    expected = {f"p{p}_{name}_ms" for name, ps in times.items() for p in ps}
-    expected |= {f"{which}_{name}_ms" for name in times for which in ("mean", "median", "std")}
-    expected |= {
-        *("backend", "dataset_name", "request_rate", "max_concurrency", "duration", "completed"),
-        *("total_input_tokens", "total_output_tokens", "total_output_tokens_retokenized"),
-        *("request_throughput", "input_throughput", "output_throughput", "concurrency", "accept_length"),
-        *("input_lens", "output_lens", "ttfts", "itls", "generated_texts", "errors"),
-    }
-    assert set(line) == expected
-    assert (line["output_lens"], line["ttfts"], line["errors"]) == ([11, 0], [0.1, 0.0], ["", "HTTP 503"])
-    assert line["accept_length"] is None
+    assert summarise(records)["accepted_length"] is None
     records[0].accepted_drafts = 6  # of 11 tokens, so these took 5 steps
-    run["summary"] = summarise(records)
-    assert results.sglang_line(run, records)["accept_length"] == 2.2
-    assert "accepted_length" in format_table(run["summary"], "title")
-    assert line["mean_tpot_ms"] == pytest.approx(50) and line["median_itl_ms"] is None
-    json.dumps(line, allow_nan=False)
+    assert (summary := summarise(records))["accepted_length"] == 2.2
+    assert "accepted_length" in format_table(summary, "title")
 
 
 def test_runs_of_a_sweep_share_no_prompt_and_each_can_be_repeated_by_its_seed(server, load, tmp_path, capsys):
