@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 from running import ROOT, TIMEOUT_S
 
-END_OF_FILE, INTERRUPT = "\x04", "\x03"
+INTERRUPT = "\x03"
 
 
 class Terminal:
