@@ -84,9 +84,9 @@ async def submitted(body: dict[str, Any]) -> int:
     served.link = EngineLink(engines, asyncio.get_running_loop(), LogitsRoom())
     data = json.dumps({"model": "small", **body}).encode()
     if "messages" in body:
-        await chat.chat(served, chat.read_chat(served, data))
+        await chat.chat(served, data)()
     else:
-        await completions.completions(served, completions.read_completion(served, data))
+        await completions.completions(served, data)()
     return len(handed)
 
 

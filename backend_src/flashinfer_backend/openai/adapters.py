@@ -12,7 +12,7 @@ from starlette.responses import PlainTextResponse, Response
 from flashinfer_backend.models.adapters import AdapterError
 from flashinfer_backend.openai.errors import ApiError, field_error
 from flashinfer_backend.openai.requests import decode
-from flashinfer_backend.openai.served_model import ServedModel, find_able_model
+from flashinfer_backend.openai.served_model import Answering, ServedModel, find_able_model
 from flashinfer_backend.serving.adapters import NameTakenError
 
 
@@ -48,19 +48,11 @@ def served_by_unload(models: Sequence[ServedModel], body: bytes) -> ServedModel:
     return next((served for served in taking if served.adapter_folder(name) is not None), taking[0])
 
 
-def read_load(served: ServedModel, body: bytes) -> LoadRequest:
+def load_adapter(models: Sequence[ServedModel], served: ServedModel, body: bytes) -> Answering:
+    """Lets requests ask for an adapter. models: all that the process serves. Raises ApiError."""
     request = decode(LoadRequest, body)
     served.check_model(request.model)
-    return request
-
-
-def read_unload(served: ServedModel, body: bytes) -> UnloadRequest:
-    return decode(UnloadRequest, body)
-
-
-async def load_adapter(models: Sequence[ServedModel], served: ServedModel, request: LoadRequest) -> Response:
-    """Lets requests ask for an adapter. models: all that the process serves. Raises ApiError."""
-    adapters, root = served.adapters, Path(served.model.lora_root or "")
+    name, adapters, root = request.lora_name, served.adapters, Path(served.model.lora_root or "")
     assert adapters is not None and served.model.lora_root is not None
     try:
         folder = Path(root, request.lora_path).resolve()
@@ -69,25 +61,23 @@ async def load_adapter(models: Sequence[ServedModel], served: ServedModel, reque
     if root not in folder.parents:
         raise ApiError(f"lora_path should be a folder below {root} (--lora-root)", 403, "lora_path")
     for each in models:
-        if request.lora_name in each.model.names:
-            raise ApiError(
-                f"`{request.lora_name}` is the model {each.name}; take another name", param="lora_name"
-            )
+        if name in each.model.names:
+            raise ApiError(f"`{name}` is the model {each.name}; take another name", param="lora_name")
     others = [each.adapters for each in models if each is not served and each.adapters is not None]
-    change = partial(adapters.load, request.lora_name, folder, request.load_inplace, others)
-    await _try(change, 400, "lora_path")
-    return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' added successfully.")
+    change = partial(adapters.load, name, folder, request.load_inplace, others)
+    return partial(_change, change, 400, "lora_path", f"LoRA adapter '{name}' added")
 
 
-async def unload_adapter(served: ServedModel, request: UnloadRequest) -> Response:
+def unload_adapter(served: ServedModel, body: bytes) -> Answering:
     """Takes no more requests for an adapter. Raises ApiError."""
-    adapters = served.adapters
+    name, adapters = decode(UnloadRequest, body).lora_name, served.adapters
     assert adapters is not None
-    await _try(lambda: adapters.unload(request.lora_name), 404, "lora_name")
-    return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' removed successfully.")
+    change = partial(adapters.unload, name)
+    return partial(_change, change, 404, "lora_name", f"LoRA adapter '{name}' removed")
 
 
-async def _try(change: Callable[[], None], status: int, param: str) -> None:
+async def _change(change: Callable[[], None], status: int, param: str, done: str) -> Response:
+    """status, param: of the error where the change is refused. done: what has happened then."""
     try:
         # A slow disk, or a process that holds the lock, keeps no other request.
         await run_in_threadpool(change)
@@ -95,3 +85,4 @@ async def _try(change: Callable[[], None], status: int, param: str) -> None:
         raise ApiError(str(error), status, "lora_name") from None
     except AdapterError as error:
         raise ApiError(str(error), status, param) from None
+    return PlainTextResponse(f"Success: {done} successfully.")

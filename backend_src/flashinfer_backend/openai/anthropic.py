@@ -6,7 +6,7 @@ import json
 import re
 import secrets
 from collections.abc import AsyncIterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from starlette.responses import Response
 
@@ -27,7 +27,7 @@ from flashinfer_backend.openai.requests import (
     decode,
 )
 from flashinfer_backend.openai.sampling import NO_GUIDE, schema_guide
-from flashinfer_backend.openai.served_model import ServedModel
+from flashinfer_backend.openai.served_model import Answering, ServedModel
 from flashinfer_backend.openai.template import Place, plain_messages
 from flashinfer_backend.openai.tools import AUTO, NONE, REQUIRED, Tools, new_call_id, read_tools
 from flashinfer_backend.serving.generation import Chunk
@@ -45,44 +45,34 @@ IDLE_OF_TOOLS: dict[str, tuple[Any, ...]] = {
 FREE_OF_TOOLS = ("name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming")
 
 
-class ParsedMessages(NamedTuple):
-    """A request, the model's name in it, and its turn, prepared."""
-
-    request: MessagesRequest
-    model: str
-    turn: Turn
-
-
-def read_message(served: ServedModel, body: bytes) -> ParsedMessages:
+def message(served: ServedModel, body: bytes) -> Answering:
     """Raises ApiError."""
     request = decode(MessagesRequest, body)
     model = served.check_model(request.model)
     turn = Turn(served, conversation_of(served, request), bool(request.stream))
     turn.prepare(_sampling(request))
-    return ParsedMessages(request, model, turn)
+
+    async def answer() -> Response:
+        await turn.encode()
+        # An answer that the model's context cuts before max_tokens has a stop reason that says so.
+        room = served.limits.max_seq_len - len(turn.prompt)
+        await turn.submit(_sampling(request), 1, request.max_tokens if request.max_tokens <= room else None)
+        return respond(served, turn.streams, _Reply(turn, request, model), request.stream)
+
+    return answer
 
 
-async def message(served: ServedModel, parsed: ParsedMessages) -> Response:
+def count_tokens(served: ServedModel, body: bytes) -> Answering:
     """Raises ApiError."""
-    request, model, turn = parsed
-    await turn.encode()
-    # An answer that the model's context cuts before max_tokens has a stop reason that says so.
-    room = served.limits.max_seq_len - len(turn.prompt)
-    await turn.submit(_sampling(request), 1, request.max_tokens if request.max_tokens <= room else None)
-    return respond(served, turn.streams, _Reply(turn, request, model), request.stream)
-
-
-def read_count(served: ServedModel, body: bytes) -> str:
-    """The text whose tokens a request wants counted. Raises ApiError."""
     request = decode(CountTokensRequest, body)
     served.check_model(request.model)
-    return render(served, conversation_of(served, request))
+    text = render(served, conversation_of(served, request))
 
+    async def answer() -> dict[str, Any]:
+        (ids,) = await served.encode([text], False, field="messages")
+        return {"input_tokens": len(ids)}
 
-async def count_tokens(served: ServedModel, text: str) -> dict[str, Any]:
-    """The answer of /v1/messages/count_tokens. Raises ApiError."""
-    (ids,) = await served.encode([text], False, field="messages")
-    return {"input_tokens": len(ids)}
+    return answer
 
 
 def conversation_of(served: ServedModel, request: CountTokensRequest) -> Conversation:

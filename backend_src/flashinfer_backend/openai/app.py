@@ -30,24 +30,15 @@ from flashinfer_backend.openai.adapters import (
     LoadRequest,
     UnloadRequest,
     load_adapter,
-    read_load,
-    read_unload,
     served_by_load,
     served_by_unload,
     unload_adapter,
 )
-from flashinfer_backend.openai.anthropic import count_tokens, message, read_count, read_message
-from flashinfer_backend.openai.chat import chat, read_chat
-from flashinfer_backend.openai.completions import completions, read_completion
+from flashinfer_backend.openai.anthropic import count_tokens, message
+from flashinfer_backend.openai.chat import chat
+from flashinfer_backend.openai.completions import completions
 from flashinfer_backend.openai.compressed_bodies import decompressed, encoding_of
-from flashinfer_backend.openai.embeddings import (
-    embeddings,
-    read_embeddings,
-    read_rerank,
-    read_score,
-    rerank,
-    score,
-)
+from flashinfer_backend.openai.embeddings import embeddings, rerank, score
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.link import SHUTTING_DOWN, unavailable
 from flashinfer_backend.openai.metrics import Metrics, ModelState
@@ -55,8 +46,6 @@ from flashinfer_backend.openai.openapi import schema
 from flashinfer_backend.openai.profiling import (
     StartProfile,
     StopProfile,
-    read_start,
-    read_stop,
     served_by_profile,
     start_profile,
     stop_profile,
@@ -78,15 +67,9 @@ from flashinfer_backend.openai.requests import (
     convert,
     model_of,
 )
-from flashinfer_backend.openai.responses import (
-    input_page,
-    input_tokens,
-    read_responses,
-    responses,
-    store_of,
-)
-from flashinfer_backend.openai.served_model import ServedModel, find_model
-from flashinfer_backend.openai.tokens import read_detokenize, read_tokenize, shown_text, tokenize
+from flashinfer_backend.openai.responses import input_page, input_tokens, responses, store_of
+from flashinfer_backend.openai.served_model import Answering, ServedModel, find_model
+from flashinfer_backend.openai.tokens import detokenize, tokenize
 
 PAGE = Path(__file__).with_name("page.html")
 OPEN_PATHS = ("/", "/health", "/metrics")  # without a key
@@ -118,13 +101,12 @@ def _served_by_name(models: Sequence[ServedModel], body: bytes) -> ServedModel:
 
 class Post(NamedTuple):
     """A path that takes a body. kind: the body's struct. read: does all the work that grows with the body,
-    except tokenizing, and gives what handle takes. tasks: the tasks of models that serve the path; none: all
-    models do. choose: finds the model from the body."""
+    except tokenizing. tasks: the tasks of models that serve the path; none: all models do. choose: finds the
+    model from the body."""
 
     path: str
     kind: type[msgspec.Struct]
-    read: Callable[[ServedModel, bytes], Any]
-    handle: Callable[[ServedModel, Any], Awaitable[Any]]
+    read: Callable[[ServedModel, bytes], Answering]
     tasks: Sequence[str] = ()
     versions: Sequence[str] = VERSIONS
     choose: Callable[[Sequence[ServedModel], bytes], ServedModel] = _served_by_name
@@ -168,29 +150,29 @@ def _paths(routes: Sequence[Route], method: str) -> list[str]:
 def _posts(models: Sequence[ServedModel]) -> list[Post]:
     generate, embed, score_ = ("generate",), ("embed",), ("score",)
     found = [
-        Post("/chat/completions", ChatRequest, read_chat, chat, generate),
-        Post("/completions", CompletionRequest, read_completion, completions, generate),
-        Post("/responses", ResponsesRequest, read_responses, responses, generate),
-        Post("/responses/input_tokens", ResponsesRequest, read_responses, input_tokens, generate),
-        Post("/messages", MessagesRequest, read_message, message, generate),
-        Post("/messages/count_tokens", CountTokensRequest, read_count, count_tokens),
-        Post("/embeddings", EmbeddingRequest, read_embeddings, embeddings, embed),
-        Post("/rerank", RerankRequest, read_rerank, rerank, score_, ("/v1", "/v2", "")),
-        Post("/score", ScoreRequest, read_score, score, score_),
-        Post("/tokenize", TokenizeRequest, read_tokenize, tokenize),
-        Post("/detokenize", DetokenizeRequest, read_detokenize, shown_text),
+        Post("/chat/completions", ChatRequest, chat, generate),
+        Post("/completions", CompletionRequest, completions, generate),
+        Post("/responses", ResponsesRequest, responses, generate),
+        Post("/responses/input_tokens", ResponsesRequest, input_tokens, generate),
+        Post("/messages", MessagesRequest, message, generate),
+        Post("/messages/count_tokens", CountTokensRequest, count_tokens),
+        Post("/embeddings", EmbeddingRequest, embeddings, embed),
+        Post("/rerank", RerankRequest, rerank, score_, ("/v1", "/v2", "")),
+        Post("/score", ScoreRequest, score, score_),
+        Post("/tokenize", TokenizeRequest, tokenize),
+        Post("/detokenize", DetokenizeRequest, detokenize),
     ]
     if any(served.adapters is not None and served.model.lora_root is not None for served in models):
         load = partial(load_adapter, models)
         found += [
-            Post("/load_lora_adapter", LoadRequest, read_load, load, choose=served_by_load),
-            Post("/unload_lora_adapter", UnloadRequest, read_unload, unload_adapter, choose=served_by_unload),
+            Post("/load_lora_adapter", LoadRequest, load, choose=served_by_load),
+            Post("/unload_lora_adapter", UnloadRequest, unload_adapter, choose=served_by_unload),
         ]
     if any(served.model.profiles for served in models):
         of = (), ("",), served_by_profile
         found += [
-            Post("/start_profile", StartProfile, read_start, start_profile, *of),
-            Post("/stop_profile", StopProfile, read_stop, stop_profile, *of),
+            Post("/start_profile", StartProfile, start_profile, *of),
+            Post("/stop_profile", StopProfile, stop_profile, *of),
         ]
     return found
 
@@ -204,8 +186,8 @@ def _endpoint(
             if post.tasks:
                 served.check_task(request.url.path, post.tasks)
             await served.attached()
-            parsed = await bodies.read(post.read, served, body)
-        answer = await post.handle(served, parsed)
+            answering = await bodies.read(post.read, served, body)
+        answer = await answering()
         return answer if isinstance(answer, Response) else _json(answer)
 
     return endpoint

@@ -6,7 +6,7 @@ import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from msgspec import Raw
@@ -55,7 +55,7 @@ from flashinfer_backend.openai.sampling import (
     sampling_params,
     shortened,
 )
-from flashinfer_backend.openai.served_model import ServedModel, generation_request
+from flashinfer_backend.openai.served_model import Answering, ServedModel, generation_request
 from flashinfer_backend.openai.strict import CALLS_OR_JSON, calls_guide
 from flashinfer_backend.openai.template import plain_messages
 from flashinfer_backend.openai.tools import AUTO, Tools, new_call_id, read_tools
@@ -342,15 +342,7 @@ class Answer:
         }
 
 
-class ParsedChat(NamedTuple):
-    """A request, the model's name in it, and its turn, prepared."""
-
-    request: ChatRequest
-    model: str
-    turn: Turn
-
-
-def read_chat(served: ServedModel, body: bytes) -> ParsedChat:
+def chat(served: ServedModel, body: bytes) -> Answering:
     """Raises ApiError."""
     request = decode(ChatRequest, body)
     model = served.check_model(request.model)
@@ -368,18 +360,16 @@ def read_chat(served: ServedModel, body: bytes) -> ParsedChat:
     )  # fmt: skip
     turn = Turn(served, conversation, bool(request.stream))
     turn.prepare(request)
-    return ParsedChat(request, model, turn)
 
+    async def answer() -> Response:
+        field = "max_completion_tokens" if request.max_tokens is None else "max_tokens"
+        await turn.submit(
+            request, request.n or 1, getattr(request, field), field, bool(request.logprobs),
+            request.top_logprobs or 0, request.prompt_logprobs,
+        )  # fmt: skip
+        return respond(served, turn.streams, _Reply(turn, request, model), request.stream)
 
-async def chat(served: ServedModel, parsed: ParsedChat) -> Response:
-    """Raises ApiError."""
-    request, model, turn = parsed
-    field = "max_completion_tokens" if request.max_tokens is None else "max_tokens"
-    await turn.submit(
-        request, request.n or 1, getattr(request, field), field, bool(request.logprobs),
-        request.top_logprobs or 0, request.prompt_logprobs,
-    )  # fmt: skip
-    return respond(served, turn.streams, _Reply(turn, request, model), request.stream)
+    return answer
 
 
 def add_effort(served: ServedModel, variables: dict[str, Any], effort: Any, param: str) -> None:

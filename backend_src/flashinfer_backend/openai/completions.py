@@ -35,18 +35,8 @@ from flashinfer_backend.openai.sampling import (
     sampling_params,
     shortened,
 )
-from flashinfer_backend.openai.served_model import ServedModel, generation_request
+from flashinfer_backend.openai.served_model import Answering, ServedModel, generation_request
 from flashinfer_backend.serving.generation import Chunk
-
-
-class ParsedCompletion(NamedTuple):
-    """A request, the model's name, and what is made of the rest of it."""
-
-    request: CompletionRequest
-    model: str
-    prompts: list[str] | list[list[int]]
-    guide: Guide
-    tokens: NamedTokens
 
 
 class PromptReport(NamedTuple):
@@ -56,7 +46,7 @@ class PromptReport(NamedTuple):
     by_id: Raw | None
 
 
-def read_completion(served: ServedModel, body: bytes) -> ParsedCompletion:
+def completions(served: ServedModel, body: bytes) -> Answering:
     """Raises ApiError."""
     request = decode(CompletionRequest, body)
     model, limits = served.check_model(request.model), served.limits
@@ -69,13 +59,20 @@ def read_completion(served: ServedModel, body: bytes) -> ParsedCompletion:
             param="prompt",
         )
     guide = guide_of(request.response_format, request)
-    return ParsedCompletion(request, model, prompts, guide, named_tokens(request, limits, served.tokenizer))
+    tokens = named_tokens(request, limits, served.tokenizer)
+    return partial(_answer, served, request, model, prompts, guide, tokens)
 
 
-async def completions(served: ServedModel, parsed: ParsedCompletion) -> Response:
-    """Raises ApiError."""
-    request, model, limits = parsed.request, parsed.model, served.limits
-    prompts: Sequence[Any] = parsed.prompts
+async def _answer(
+    served: ServedModel,
+    request: CompletionRequest,
+    model: str,
+    prompts: Sequence[Any],
+    guide: Guide,
+    tokens: NamedTokens,
+) -> Response:
+    """prompts: texts, or lists of ids. tokens: what named_tokens returned. Raises ApiError."""
+    limits = served.limits
     if isinstance(prompts[0], str):
         prompts = await served.encode(prompts, request.add_special_tokens)
         _check_ids(prompts, limits)
@@ -91,13 +88,13 @@ async def completions(served: ServedModel, parsed: ParsedCompletion) -> Response
     rows = []
     for prompt in prompts:
         params = sampling_params(
-            request, served.defaults, limits, parsed.tokens, served.tokenizer.eos_id,
-            Length(len(prompt), 1 if request.max_tokens == 0 else request.max_tokens), parsed.guide,
+            request, served.defaults, limits, tokens, served.tokenizer.eos_id,
+            Length(len(prompt), 1 if request.max_tokens == 0 else request.max_tokens), guide,
             request.logprobs is not None or count > n, request.logprobs or 0,
             adapter=served.adapter(request.model),
         )  # fmt: skip
         params.context_logits = echoed or by_id is not None
-        rows.append((generation_request(request, prompt, params, bool(request.stream), parsed.guide), count))
+        rows.append((generation_request(request, prompt, params, bool(request.stream), guide), count))
     told = (1 + (request.logprobs or 0)) * echoed + (0 if by_id is None else 1 + by_id)
     number = "best_of" if count > n else "n"
     asks = "logprobs" if request.logprobs is not None else number if count > n else "prompt_logprobs"

@@ -10,7 +10,8 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -30,7 +31,7 @@ from flashinfer_backend.openai.requests import (
     decode,
 )
 from flashinfer_backend.openai.sampling import check_ids
-from flashinfer_backend.openai.served_model import ServedModel
+from flashinfer_backend.openai.served_model import Answering, ServedModel
 from flashinfer_backend.serving.generation import GenerationRequest
 
 # Qwen3-Reranker's prompt: https://huggingface.co/Qwen/Qwen3-Reranker-0.6B.
@@ -42,17 +43,8 @@ RERANK_PROMPT = (
 )
 
 
-class Pairs(NamedTuple):
-    """What is scored: the prompts, and the place in the request of what differs in each."""
-
-    request: RerankRequest | ScoreRequest
-    prompts: list[str]
-    places: list[str]
-    documents: list[str]
-
-
-def read_embeddings(served: ServedModel, body: bytes) -> tuple[EmbeddingRequest, list[Any]]:
-    """A request, and its inputs: texts with their prompt, or ids. Raises ApiError."""
+def embeddings(served: ServedModel, body: bytes) -> Answering:
+    """Raises ApiError."""
     request = decode(EmbeddingRequest, body)
     served.check_model(request.model)
     name, given = request.prompt_name, request.input
@@ -69,7 +61,7 @@ def read_embeddings(served: ServedModel, body: bytes) -> tuple[EmbeddingRequest,
     if kinds == {str}:
         _check_texts("input", inputs)
         before = served.prompts.get(name or served.default_prompt or "", "")
-        return request, [before + text for text in inputs] if before else inputs
+        return partial(_embeddings, served, request, [before + text for text in inputs] if before else inputs)
     if name is not None:
         raise field_error("prompt_name", "goes with texts, not with token ids")
     for place, ids in zip(_places("input", len(inputs)), inputs, strict=True):
@@ -80,12 +72,11 @@ def read_embeddings(served: ServedModel, body: bytes) -> tuple[EmbeddingRequest,
                 param=place,
             )
         check_ids(place, (min(ids), max(ids)), served.limits)
-    return request, inputs
+    return partial(_embeddings, served, request, inputs)
 
 
-async def embeddings(served: ServedModel, parsed: tuple[EmbeddingRequest, list[Any]]) -> Response:
-    """Raises ApiError."""
-    request, inputs = parsed  # texts, or lists of ids
+async def _embeddings(served: ServedModel, request: EmbeddingRequest, inputs: list[Any]) -> Response:
+    """inputs: texts with their prompt, or lists of ids. Raises ApiError."""
     places = _places("input", len(inputs))
     if isinstance(inputs[0], str):
         inputs = await served.encode(inputs, request.add_special_tokens, places)
@@ -108,31 +99,25 @@ async def embeddings(served: ServedModel, parsed: tuple[EmbeddingRequest, list[A
     return _answer(served, request, streams, "embd", places, shape, content)
 
 
-def read_rerank(served: ServedModel, body: bytes) -> Pairs:
+def rerank(served: ServedModel, body: bytes) -> Answering:
     """Raises ApiError."""
     request = decode(RerankRequest, body)
     served.check_model(request.model)
     documents = [each.get("text") if isinstance(each, dict) else each for each in request.documents]
-    return _pairs(served, request, "query", [request.query], "documents", documents)
-
-
-async def rerank(served: ServedModel, pairs: Pairs) -> Response:
-    """Raises ApiError."""
-    request = pairs.request
-    assert isinstance(request, RerankRequest)
+    prompts = _pairs(served, request, "query", [request.query], "documents", documents)
 
     def content(found: list[float]) -> dict[str, Any]:
         best = sorted(range(len(found)), key=lambda i: -found[i])[: request.top_n or None]
         results = []
         for i in best:
-            document = {"document": {"text": pairs.documents[i]}} if request.return_documents else {}
+            document = {"document": {"text": documents[i]}} if request.return_documents else {}
             results.append({"index": i, **document, "relevance_score": found[i]})
         return {"results": results}
 
-    return await _scored(served, pairs, "rerank", content)
+    return partial(_scored, served, request, "rerank", prompts, _places("documents", len(prompts)), content)
 
 
-def read_score(served: ServedModel, body: bytes) -> Pairs:
+def score(served: ServedModel, body: bytes) -> Answering:
     """Raises ApiError."""
     request = decode(ScoreRequest, body)
     served.check_model(request.model)
@@ -143,32 +128,33 @@ def read_score(served: ServedModel, body: bytes) -> Pairs:
             raise field_error(new, f"or {old} should be there, and not both")
         for name, value in given.items():
             sides += [name, [value] if isinstance(value, str) else value]
-    return _pairs(served, request, *sides)
-
-
-async def score(served: ServedModel, pairs: Pairs) -> Response:
-    """Raises ApiError."""
+    prompts = _pairs(served, request, *sides)
 
     def content(found: list[float]) -> dict[str, Any]:
         data = [{"index": i, "object": "score", "score": each} for i, each in enumerate(found)]
         return {"object": "list", "created": int(time.time()), "data": data}
 
-    return await _scored(served, pairs, "score", content)
+    return partial(_scored, served, request, "score", prompts, _places(sides[2], len(prompts)), content)
 
 
 async def _scored(
-    served: ServedModel, pairs: Pairs, name: str, content: Callable[[list[Any]], dict[str, Any]]
+    served: ServedModel,
+    request: RerankRequest | ScoreRequest,
+    name: str,
+    prompts: Sequence[str],
+    places: Sequence[str],
+    content: Callable[[list[Any]], dict[str, Any]],
 ) -> Response:
+    """places: in the request, of what differs in each prompt. content: as _answer has it."""
     # The prompt's own last token is the one that is answered.
-    prompts = await served.encode(pairs.prompts, False, pairs.places)
-    streams = await _submit(served, pairs.request, prompts, pairs.places)
+    streams = await _submit(served, request, await served.encode(prompts, False, places), places)
 
     def probability(values: np.ndarray) -> float:
         """The share of yes in the softmax of both logits, or the sigmoid of one."""
         logit = float(values[0]) - (float(values[1]) if len(values) > 1 else 0.0)
         return 1 / (1 + math.exp(-logit)) if logit > -700 else 0.0
 
-    return _answer(served, pairs.request, streams, name, pairs.places, probability, content)
+    return _answer(served, request, streams, name, places, probability, content)
 
 
 async def _submit(
@@ -242,8 +228,8 @@ def _pairs(
     queries: list[Any],
     name: str,
     texts: list[Any],
-) -> Pairs:
-    """query, name: the fields that hold the queries and the documents."""
+) -> list[str]:
+    """The prompts. query, name: the fields that hold the queries and the documents."""
     _check_texts(query, queries)
     _check_texts(name, texts)
     if len(queries) not in (1, len(texts)):
@@ -265,8 +251,7 @@ def _pairs(
             " request. Send fewer documents in one",
         )
     task = INSTRUCTION if request.instruction is None else request.instruction
-    prompts = [RERANK_PROMPT.format(task, *pair) for pair in zip(queries, texts, strict=True)]
-    return Pairs(request, prompts, _places(name, len(texts)), texts)
+    return [RERANK_PROMPT.format(task, *pair) for pair in zip(queries, texts, strict=True)]
 
 
 def _places(name: str, count: int) -> list[str]:

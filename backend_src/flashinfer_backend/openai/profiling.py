@@ -3,6 +3,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from flashinfer_backend.core.bounds import MOST_TRACED_STEPS
 from flashinfer_backend.openai.errors import ApiError, field_error
 from flashinfer_backend.openai.link import unavailable
 from flashinfer_backend.openai.requests import decode, model_of
-from flashinfer_backend.openai.served_model import ServedModel, find_able_model
+from flashinfer_backend.openai.served_model import Answering, ServedModel, find_able_model
 from flashinfer_backend.transport.endpoint import EngineDown
 
 ANSWER_S = 60.0  # for the engines to answer, and for their files to be there
@@ -39,28 +40,26 @@ def served_by_profile(models: Sequence[ServedModel], body: bytes) -> ServedModel
     return served
 
 
-def read_start(served: ServedModel, body: bytes) -> StartProfile:
-    """A body may be missing. Raises ApiError."""
+def start_profile(served: ServedModel, body: bytes) -> Answering:
+    """Has the engines trace their next steps. A body may be missing. Raises ApiError."""
     request = decode(StartProfile, body or b"{}")
     if not 1 <= request.steps <= MOST_TRACED_STEPS:
         raise field_error("steps", f"is {request.steps}; it should be 1 to {MOST_TRACED_STEPS}")
     served.check_model(request.model)
-    return request
+
+    async def answer() -> dict[str, Any]:
+        return {"steps": request.steps, "files": await _ask(served, request.steps)}
+
+    return answer
 
 
-def read_stop(served: ServedModel, body: bytes) -> StopProfile:
-    request = decode(StopProfile, body or b"{}")
-    served.check_model(request.model)
-    return request
-
-
-async def start_profile(served: ServedModel, request: StartProfile) -> Any:
-    """Has the engines trace their next steps. Raises ApiError."""
-    return {"steps": request.steps, "files": await _ask(served, request.steps)}
-
-
-async def stop_profile(served: ServedModel, request: StopProfile) -> Any:
+def stop_profile(served: ServedModel, body: bytes) -> Answering:
     """The files of the trace, which ends if it has not. Raises ApiError."""
+    served.check_model(decode(StopProfile, body or b"{}").model)
+    return partial(_stop, served)
+
+
+async def _stop(served: ServedModel) -> dict[str, Any]:
     files = await _ask(served, 0)
     deadline = asyncio.get_running_loop().time() + ANSWER_S
     while missing := [file for file in files if not Path(file).exists()]:

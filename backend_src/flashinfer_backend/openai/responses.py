@@ -34,7 +34,7 @@ from flashinfer_backend.openai.requests import (
 )
 from flashinfer_backend.openai.response_store import ResponseStore
 from flashinfer_backend.openai.sampling import Guide, guide_of, shortened
-from flashinfer_backend.openai.served_model import ServedModel
+from flashinfer_backend.openai.served_model import Answering, ServedModel
 from flashinfer_backend.openai.template import Place, plain_messages
 from flashinfer_backend.openai.tools import AUTO, new_call_id, read_tools
 from flashinfer_backend.structured.grammar import GrammarError
@@ -68,19 +68,35 @@ class Offered(NamedTuple):
     custom: bool
 
 
-class ParsedResponses(NamedTuple):
-    """A request, the model's name in it, its turn, prepared, and the items of the response before it."""
-
-    request: ResponsesRequest
-    model: str
-    turn: Turn
-    earlier: list[dict[str, Any]]
-
-
-def read_responses(served: ServedModel, body: bytes) -> ParsedResponses:
+def responses(served: ServedModel, body: bytes) -> Answering:
     """Raises ApiError."""
-    request = decode(ResponsesRequest, body)
+    request, turn, earlier = _read(served, body)
     model = served.check_model(request.model)
+
+    async def answer() -> Response:
+        most = request.max_output_tokens
+        await turn.submit(request, 1, most, "max_output_tokens", request.log_probs, request.top_logprobs or 0)
+        return respond(served, turn.streams, _Reply(turn, request, model, earlier), request.stream)
+
+    return answer
+
+
+def input_tokens(served: ServedModel, body: bytes) -> Answering:
+    """/v1/responses/input_tokens, which takes the body of a response. Raises ApiError."""
+    request, turn, _ = _read(served, body)
+
+    async def answer() -> dict[str, Any]:
+        await turn.encode()
+        prompt = shortened(turn.prompt, request, served.limits)
+        return {"object": "response.input_tokens", "input_tokens": len(prompt)}
+
+    return answer
+
+
+def _read(served: ServedModel, body: bytes) -> tuple[ResponsesRequest, Turn, list[dict[str, Any]]]:
+    """A request, its turn, prepared, and the items of the response before it. Raises ApiError."""
+    request = decode(ResponsesRequest, body)
+    served.check_model(request.model)
     earlier: list[dict[str, Any]] = []
     if request.store:
         store_of(served, "store")
@@ -123,22 +139,7 @@ def read_responses(served: ServedModel, body: bytes) -> ParsedResponses:
     )
     turn = Turn(served, conversation, bool(request.stream))
     turn.prepare(request)
-    return ParsedResponses(request, model, turn, earlier)
-
-
-async def responses(served: ServedModel, parsed: ParsedResponses) -> Response:
-    """Raises ApiError."""
-    request, model, turn, earlier = parsed
-    most = request.max_output_tokens
-    await turn.submit(request, 1, most, "max_output_tokens", request.log_probs, request.top_logprobs or 0)
-    return respond(served, turn.streams, _Reply(turn, request, model, earlier), request.stream)
-
-
-async def input_tokens(served: ServedModel, parsed: ParsedResponses) -> dict[str, Any]:
-    """The answer of /v1/responses/input_tokens, which takes the body of a response. Raises ApiError."""
-    await parsed.turn.encode()
-    prompt = shortened(parsed.turn.prompt, parsed.request, served.limits)
-    return {"object": "response.input_tokens", "input_tokens": len(prompt)}
+    return request, turn, earlier
 
 
 def store_of(served: ServedModel, param: str | None = None) -> ResponseStore:
@@ -427,9 +428,7 @@ def _tool_choice(
     choice = request.tool_choice or AUTO
     if isinstance(choice, str):
         return choice
-    kinds = {
-        str(one.tool["function"].get("name")): "custom" if one.custom else "function" for one in offered
-    }
+    kinds = {str(one.tool["function"].get("name")): "custom" if one.custom else "function" for one in offered}
 
     def function(named: ToolName, place: str) -> FunctionChoice:
         name, given = flat_name(named.namespace, named.name), "function"

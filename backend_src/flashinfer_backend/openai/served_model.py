@@ -4,7 +4,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.transport.endpoint import ENGINE_DOWN
 
+# Of a request that was read: answers it, by a Response or by what becomes JSON. Raises ApiError.
+Answering = Callable[[], Awaitable[Any]]
 SEEN_S, LOOK_S = 1.0, 0.02  # until each process has seen an engine that one has seen
 LONG_TEXT = 4096  # characters from which a text is tokenized in a thread, so that streams go on
 
