@@ -204,7 +204,7 @@ def test_products_behind_one_norm_begin_with_it_for_few_tokens(
 
     normed: list[int] = []
     monkeypatch.setattr(cuda_ops, "rms_norm", lambda x, *_: normed.append(len(x)) or x)
-    wide = Weight.empty("qkv", (12288, hidden), format, torch.bfloat16, META)  # type: ignore[arg-type]
+    wide = Weight.empty("qkv", (10240, hidden), format, torch.bfloat16, META)  # type: ignore[arg-type]
     weights, norm = (wide, Weight("ba", empty(64, hidden))), (empty(hidden), 1e-6)
     h100 = tuned.load("NVIDIA H100 80GB HBM3")
     assert h100 is not None
