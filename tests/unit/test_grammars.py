@@ -14,11 +14,11 @@ from typing import Any
 import llguidance
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models
+from small_tokenizers import KINDS
 
 from flashinfer_backend.core.bounds import GRAMMAR, GrammarBounds
 from flashinfer_backend.core.paths import resolve_model_dir
-from flashinfer_backend.structured.compiler import HEAD, GrammarCompiler, TokenTexts, Vocabulary, token_bytes
+from flashinfer_backend.structured.compiler import HEAD, GrammarCompiler, TokenTexts, Vocabulary
 from flashinfer_backend.structured.ebnf import lark_grammar
 from flashinfer_backend.structured.grammar import Grammar, GrammarError, is_of_the_guide
 from flashinfer_backend.structured.masks import Move, SequenceGrammars
@@ -517,12 +517,12 @@ def test_forced_tokens_spell_the_only_text(compiler):
     assert free.forced(5) == []
 
 
-def test_tokens_are_bytes_of_text():
-    backend = Tokenizer(models.BPE())
-    backend.decoder = decoders.ByteLevel()
-    assert token_bytes(backend)("Ġaé") == b" a\xe9" and token_bytes(backend)("Ċ") == b"\n"
-    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    assert token_bytes(backend)("▁ran") == b" ran" and token_bytes(backend)("<0xE9>") == b"\xe9"
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
+def test_tokens_are_the_bytes_that_they_write(tmp_path, kind):
+    KINDS[kind]().save(str(tmp_path / "tokenizer.json"))
+    made = TokenTexts(tmp_path, 3000).tokenizer()
+    ids = KINDS[kind]().encode("The fox é", add_special_tokens=False).ids
+    assert made.decode_bytes(ids).decode().strip() == "The fox é" and len(ids) > 3
 
 
 def test_special_tokens_are_no_text_unless_asked_for():

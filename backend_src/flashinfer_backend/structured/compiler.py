@@ -4,7 +4,7 @@
 import json
 import re
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from flashinfer_backend.structured.ebnf import lark_grammar
 from flashinfer_backend.structured.grammar import Grammar, GrammarError, matcher_error
 from flashinfer_backend.structured.json_schema import SchemaChecks, checked_schema, parse_schema
 from flashinfer_backend.structured.regex import escaped, rust_regex
+from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
 
 # Where a grammar would take more, llguidance refuses it, or ends the request whose mask it is
@@ -195,17 +196,11 @@ class TokenTexts:
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
         tokenizer = TextTokenizer(folder)
-        added = tokenizer.backend.get_added_tokens_decoder()
-        to_bytes = token_bytes(tokenizer.backend)
-        self.special: dict[str, int] = {}
+        added = tokenizer.backend.get_added_tokens_decoder().items()
+        self.special = {token.content: i for i, token in added if token.special and i < vocab_size}
         # Tokens without text are never allowed: special ones, and those that only pad the vocabulary.
-        self._tokens, self._end = [b""] * vocab_size, tokenizer.eos_id
-        for text, i in tokenizer.backend.get_vocab(with_added_tokens=True).items():
-            if i < vocab_size:
-                entry = added.get(i)
-                self._tokens[i] = to_bytes(text) if entry is None else text.encode()
-                if entry is not None and entry.special:
-                    self.special[text] = i
+        written = DeltaDecoder(tokenizer.backend, skip_special_tokens=False)
+        self._tokens, self._end = [written.piece(i) for i in range(vocab_size)], tokenizer.eos_id
 
     def tokenizer(self, special_as_text: Collection[str] | None = ()) -> Any:
         """An llguidance.LLTokenizer. special_as_text: as of GrammarCompiler.load."""
@@ -223,25 +218,3 @@ class TokenTexts:
             tokens[i] = tokens[i] or b"<%d>" % i
         vocabulary = Vocabulary(tokens, sorted(special | {end}), end)
         return llguidance.LLTokenizer(llguidance.TokenizerWrapper(vocabulary), n_vocab=len(tokens))
-
-
-def token_bytes(backend: Any) -> Callable[[str], bytes]:
-    """What a token of a tokenizers.Tokenizer stands for."""
-    parts = [part.__getstate__() for part in (backend.decoder, backend.pre_tokenizer) if part is not None]
-    if any(b'"ByteLevel"' in part for part in parts):
-        table = _byte_level()
-        return lambda text: b"".join([table[c] if c in table else c.encode() for c in text])
-
-    def sentence_piece(text: str) -> bytes:
-        found = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", text)
-        return bytes([int(found[1], 16)]) if found else text.replace("\u2581", " ").encode()
-
-    return sentence_piece
-
-
-def _byte_level() -> dict[str, bytes]:
-    """The byte of each character of a byte-level vocabulary (GPT-2's table)."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in plain]
-    shown = {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
-    return {character: bytes([byte]) for character, byte in shown.items()}
