@@ -23,7 +23,7 @@ from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.serving.engines import Engines
 from flashinfer_backend.transport import protocol, records, rundir
-from flashinfer_backend.transport.endpoint import LINK_LOST, EngineDown
+from flashinfer_backend.transport.endpoint import EngineDown
 from flashinfer_backend.transport.keeper_handle import EngineStartError, KeeperHandle
 from flashinfer_backend.transport.records import EngineRecord
 from waiting import wait_for
@@ -139,57 +139,6 @@ def shared() -> Iterator[Shared]:
         finally:
             made.link.close()
         assert not run_dir.exists() and not run_dir.parent.exists()
-
-
-def test_prompts_count_until_their_first_token_or_their_end(shared: Shared) -> None:
-    (link,) = shared.link._endpoints
-    greedy = SamplingParams(max_tokens=300, temperature=0.0)
-    answers = [Answer() for _ in range(40)]
-    for answer in answers:
-        link.submit(answer, PROMPT, greedy, 0, 0, 0, to_compute=7)
-        assert link.tokens_to_compute % 7 == 0
-        if answer.handle % 2:
-            link.cancel(answer.handle)
-    refused = Answer()
-    link.submit(refused, b"", greedy, 0, 0, 0, to_compute=1000)
-    assert all(answer.started.wait(TIMEOUT_S) for answer in answers) and refused.ended.wait(TIMEOUT_S)
-    wait_for(lambda: not link.tokens_to_compute)
-    for answer in answers:
-        link.cancel(answer.handle)
-    assert all(answer.ended.wait(TIMEOUT_S) for answer in answers)
-    wait_for(lambda: not link.open_sequences)
-    assert link.tokens_to_compute == 0
-    ended = time.time_ns()
-    wait_for(lambda: shared.status.timestamp_ns > ended)
-
-
-def test_cancel_ends_a_sequence(shared: Shared) -> None:
-    before = shared.status.cancellations
-    answer = submit(shared.link, max_tokens=400)
-    assert answer.started.wait(TIMEOUT_S)
-    shared.link.cancel(answer.handle)
-    assert answer.ended.wait(TIMEOUT_S)
-    assert answer.code == protocol.FINISHED_CANCELLED and len(answer.tokens) < 400
-    wait_for(lambda: shared.status.cancellations == before + 1 and shared.status.requests_active == 0)
-
-
-def test_a_message_that_cannot_be_handled_ends_open_requests_and_no_more(shared: Shared) -> None:
-    class Broken(Answer):
-        def on_token(self, token: int, code: int, report: protocol.RowReport | None) -> None:
-            raise RuntimeError("broken")
-
-    wait_for(lambda: shared.status.requests_active == 0)
-    link, pid, cancellations = shared.link, shared.status.pid, shared.status.cancellations
-    answer = submit(link, 4000)
-    assert answer.started.wait(TIMEOUT_S)
-    broken = Broken()
-    link.submit(broken, PROMPT, SamplingParams(max_tokens=4000))
-    assert answer.ended.wait(TIMEOUT_S) and answer.failure is not None
-    assert broken.ended.wait(TIMEOUT_S) and broken.failure == (LINK_LOST, False)
-    wait_for(lambda: link.up)
-    assert len(complete(link)) == 8
-    wait_for(lambda: link.status is not None and link.status.requests_active == 0)
-    assert (shared.status.pid, shared.status.cancellations) == (pid, cancellations + 2)
 
 
 def test_a_stop_request_that_cannot_be_handled_harms_nothing(shared: Shared) -> None:
