@@ -13,17 +13,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from openai_api import Api
 
-from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.openai import requests
-from flashinfer_backend.openai.app import LARGE_BODY, Access, make_app
+from flashinfer_backend.openai.app import LARGE_BODY
 from flashinfer_backend.openai.chat import add_effort
 from flashinfer_backend.openai.compressed_bodies import MOST_MEMBERS, PIECE, decompressed
 from flashinfer_backend.openai.errors import ApiError
-from flashinfer_backend.openai.model import Model
 from flashinfer_backend.openai.no_effect import NO_EFFECT
 from flashinfer_backend.openai.sampling import EngineLimits, check_ids, guide_of
-from flashinfer_backend.openai.served_model import ServedModel
 from flashinfer_backend.openai.template import ChatTemplate
 from scripted_model import QWEN_TEMPLATE
 
@@ -111,35 +109,6 @@ def test_fields_that_ask_for_nothing(kind: Any, base: Any, accepted: Any, refuse
         assert wrong.value.param in refused and wrong.value.message.startswith(wrong.value.param)
 
 
-@pytest.mark.parametrize(
-    ("more", "form", "message"),
-    [
-        ({"guided_choice": []}, None, "guided_choice should hold"),
-        ({"structured_outputs": {"choice": [""]}}, None, "structured_outputs.choice should hold"),
-        ({}, requests.ResponseFormat("json_schema"), "text.format of type json_schema should hold"),
-        ({}, requests.ResponseFormat("text", {"schema": {}}), 'text.format of type text should have no "sch'),
-        (
-            {},
-            requests.ResponseFormat("json_object", {"schema": {}}),
-            "text.format of type json_object should",
-        ),
-        (
-            {},
-            requests.ResponseFormat("json_schema", {"schema": {}, "x": 1}),
-            "text.format of type json_schema",
-        ),
-        ({"guided_json": {}}, requests.ResponseFormat("json_object"), "text.format and guided_json: "),
-        ({"structured_outputs": {"regex": "a", "json": "{}"}}, None, "structured_outputs: there are 2"),
-    ],
-)
-def test_errors_of_guides_name_the_field_that_was_sent(more: Any, form: Any, message: str) -> None:
-    request = requests.decode(requests.ResponsesRequest, json.dumps({**RESPONSE, **more}).encode())
-    with pytest.raises(ApiError) as wrong:
-        guide_of(form, request, "text.format")
-    assert wrong.value.message.startswith(message)
-    assert wrong.value.param == (list(more) or ["text.format"])[0]
-
-
 @pytest.mark.parametrize(("kind", "given"), [
     ("text", {"schema": None}),
     ("json_object", None),
@@ -158,16 +127,6 @@ def test_an_id_is_written_in_one_way(key: str) -> None:
     assert check_ids("logit_bias", {"10": 1.0, "0": 1.0}, limits) == [10, 0]
     with pytest.raises(ApiError, match=r'^logit_bias holds ".*"; it should be "1?0"$'):
         check_ids("logit_bias", {"10": 1.0, key: -1.0}, limits)
-
-
-@pytest.mark.parametrize(("body", "place"), [
-    ({}, "messages"),
-    ({**CHAT, "response_format": {}}, "response_format.type"),
-])  # fmt: skip
-def test_what_is_missing_is_named_by_its_place(body: dict[str, Any], place: str) -> None:
-    with pytest.raises(ApiError) as error:
-        requests.decode(requests.ChatRequest, json.dumps(body).encode())
-    assert (str(error.value), error.value.param) == (f"{place} is missing", place)
 
 
 def test_the_page_shows_the_table() -> None:
@@ -216,39 +175,6 @@ RAW = zlib.compressobj(wbits=-15)
 RAW_TEXT = RAW.compress(TEXT) + RAW.flush()
 
 
-class Api:
-    """The application of one process without an engine."""
-
-    def __init__(self, **access: Any) -> None:
-        metrics: Any = SimpleNamespace(error=lambda status: None)
-        self.served = ServedModel(Model(["m"], EngineConfig(model_dir="bundled")), metrics)
-        limits = SimpleNamespace(vocab_size=2048, max_seq_len=1 << 20, max_input_len=1 << 20)
-        self.engines = SimpleNamespace(status=limits, up=True)
-        self.served.link = SimpleNamespace(engines=self.engines)  # type: ignore[assignment]
-        self._app = make_app([self.served], Access(**{"max_body_bytes": MOST} | access))
-
-    def call(self, *asked: Any, **named: str) -> tuple[int, dict[str, str], Any]:
-        return asyncio.run(self.ask(*asked, **named))
-
-    async def ask(
-        self, path: str, body: bytes = b"", method: str = "POST", **headers: str
-    ) -> tuple[int, dict[str, str], Any]:
-        sent: list[Any] = []
-
-        async def receive() -> dict[str, Any]:
-            return {"type": "http.request", "body": body}
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        given = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-        scope = {"type": "http", "method": method, "path": path, "headers": given, "query_string": b""}
-        await self._app(scope, receive, send)
-        text = b"".join(message.get("body", b"") for message in sent)
-        found = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
-        return sent[0]["status"], found, json.loads(text) if text.startswith(b"{") else text
-
-
 @pytest.mark.parametrize(
     ("encoding", "body", "status", "words"),
     [
@@ -271,7 +197,7 @@ class Api:
     ],
 )
 def test_compressed_bodies(encoding: str, body: bytes, status: int, words: str) -> None:
-    found, _, answer = Api().call("/tokenize", body, content_encoding=encoding)
+    found, _, answer = Api(max_body_bytes=MOST).call("/tokenize", body, content_encoding=encoding)
     assert found == status and words in json.dumps(answer)
 
 

@@ -38,7 +38,7 @@ from flashinfer_backend.openai.requests import (
     decode,
 )
 from flashinfer_backend.openai.response_store import ResponseStore
-from flashinfer_backend.openai.responses import messages_of, offered_tools, without_references
+from flashinfer_backend.openai.responses import messages_of, without_references
 from flashinfer_backend.openai.sampling import NO_TOKENS, Defaults, EngineLimits, Length, sampling_params
 from flashinfer_backend.openai.served_model import ServedModel
 from flashinfer_backend.openai.template import ChatTemplate, plain_messages
@@ -675,80 +675,6 @@ def test_reasoning_may_come_first() -> None:
     assert [place.content for place in places] == ["input[1].content"]
     with pytest.raises(ApiError, match="input holds only reasoning without text"):
         messages_of(ResponsesRequest(input=items[:1]))
-
-
-@pytest.mark.parametrize(("tools", "message"), [
-    ([{"type": "namespace", "tools": []}], "tools[0].name is null; it should be a text"),
-    ([{"type": "namespace", "name": "", "tools": []}], 'tools[0].name is ""; it should be a text that is'),
-    ([{"type": "namespace", "name": "n"}], "tools[0].tools is null; it should be a list of functions and"),
-    ([{"type": "x"}], 'tools[0].type is "x"; it should be function, custom or namespace'),
-    ([{"type": "custom", "name": "c", "format": 5}], "tools[0].format is 5; it should be an object with"),
-])  # fmt: skip
-def test_errors_name_the_tool_in_the_request(tools: list[dict[str, Any]], message: str) -> None:
-    with pytest.raises(ApiError) as error:
-        offered_tools(tools)
-    assert str(error.value).startswith(message) and message.startswith(f"{error.value.param} ")
-
-
-@pytest.mark.parametrize(("kind", "choice", "place", "said"), [
-    (ChatRequest, "maybe", "", "or required or an object of the type function or allowed_tools"),
-    (ChatRequest, {"type": "x"}, ".type", "it should be function or allowed_tools"),
-    (ChatRequest, {"type": "function", "function": "f"}, ".function", "Expected `object`, got `str`"),
-    (ChatRequest, {"type": "function", "function": {"name": "f"}, "name": "f"}, ".name", "Unrecognized"),
-    (ChatRequest, {"type": "function", "function": {"name": "f", "x": 1}}, ".function.x", "Unrecognized"),
-    (ChatRequest, {"type": "allowed_tools", "allowed_tools": {"mode": "none", "tools": []}},
-     ".allowed_tools.mode", "it should be auto or required"),
-    (ChatRequest, {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}},
-     ".allowed_tools.tools", "of length >= 1"),
-    (ChatRequest, {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": ["f"]}},
-     ".allowed_tools.tools[0]", "Expected `object`, got `str`"),
-    (ResponsesRequest, "maybe", "", "it should be auto or none or required or an object of the type"),
-    (ResponsesRequest, {"type": "custom", "name": "f", "x": 1}, ".x", "Unrecognized"),
-    (ResponsesRequest, {"type": "function", "function": {"name": "f"}}, ".function", "Unrecognized"),
-    (ResponsesRequest, {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]},
-     ".tools[0].type", "it should be function or custom"),
-])  # fmt: skip
-def test_errors_of_a_choice_name_its_member(kind: Any, choice: Any, place: str, said: str) -> None:
-    body = {"messages": []} if kind is ChatRequest else {"input": "x"}
-    with pytest.raises(ApiError) as error:
-        decode(kind, json.dumps({**body, "tool_choice": choice}).encode())
-    assert said in str(error.value) and error.value.param == f"tool_choice{place}"
-
-
-@pytest.mark.parametrize(("items", "place"), [
-    ([{"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_image"}]}],
-     "input[0].content[1] is of type \"input_image\""),
-    ([{"role": "user", "content": "a"}, {"type": "reasoning", "content": []}, {"role": "user"}],
-     "input[2].content is missing"),
-    ([{"role": "user", "content": "a"}, {"type": "function_call", "name": "f", "call_id": "1"},
-      {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_file"}]}],
-     "input[2].output[0] is of type \"input_file\""),
-    ([{"type": "function_call", "call_id": "1"}], "input[0].name is null; it should be a text"),
-    ([{"type": "function_call", "name": "f", "namespace": 5}],
-     "input[0].namespace is 5; it should be a text"),
-    ([{"type": "function_call", "name": "f", "arguments": 5}],
-     "input[0].arguments is 5; it should be a text"),
-    ([{"type": "function_call_output", "call_id": 5, "output": ""}],
-     "input[0].call_id is 5; it should be a text"),
-    ([{"role": "user", "content": [{"type": "input_text"}]}],
-     "input[0].content[0].text is null; it should be a text"),
-    ([{"role": "user", "content": [5]}], "input[0].content[0] is 5; it should be an object with a type"),
-    ([{"type": "item_reference", "id": "1"}],
-     'input[0].type is "item_reference"; it should be one of message, function_call,'),
-    ([{"type": []}], "input[0].type is []; it should be one of message, function_call,"),
-    ([{"type": "reasoning", "content": 0}], "input[0].content should be a list of parts"),
-    ([{"role": "oracle", "content": "a"}], "input[0].role is \"oracle\"; it should be one of"),
-    ([], "input is empty; it should have at least one item"),
-    ([{"type": "function_call", "name": "f", "arguments": json.dumps([0] * 70000)}],
-     "the arguments of all calls in input have more than"),
-])  # fmt: skip
-@pytest.mark.parametrize("instructions", [None, "Be brief."])
-def test_errors_name_the_place_in_the_request(items, place, instructions):
-    """Not in the messages that the input becomes."""
-    body = {"model": "m", "input": items, "instructions": instructions}
-    with pytest.raises(ApiError) as error:
-        plain_messages(*messages_of(decode(ResponsesRequest, json.dumps(body).encode())), field="input")
-    assert place in str(error.value) and str(error.value.param) in place
 
 
 def kept_of(store: ResponseStore, *names: str) -> list[bool]:

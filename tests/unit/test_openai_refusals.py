@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the OpenAI API refuses: the path, the input, words of the error. The application of one process,
+without an engine; what an engine refuses is in tests/engine and tests/server."""
+
+import json
+from typing import Any
+
+import pytest
+from openai_api import Api
+from openai_server import TEMPLATE
+
+CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
+    f"/v1/{name}" for name in ("chat/completions", "completions", "responses", "messages")
+)
+ASK = [{"role": "user", "content": "Hi"}]
+GOOD: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": ASK, "max_tokens": 3},
+    COMPLETIONS: {"prompt": "Once upon a time", "max_tokens": 2},
+    RESPONSES: {"input": "Once upon a time"},
+    MESSAGES: {"messages": ASK, "max_tokens": 3},
+}
+# Each also with one of these, where that is not what is wrong: before a stream has begun, and with
+# instructions, which are no part of the input.
+ALSO = {CHAT: {"stream": True}, RESPONSES: {"instructions": "Be brief."}}
+FLAT = {"type": "function", "name": "weather"}
+WEATHER, NOW = ({"type": "function", "function": {"name": name}} for name in ("weather", "now"))
+FUNCTION = {"name": "weather", "input_schema": {"type": "object"}}
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
+CALL = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Ulm"}}
+CALLED = [*ASK, {"role": "assistant", "content": [{"type": "text", "text": "I look."}, CALL]}]
+CALLS, RESULT = {**FLAT, "type": "function_call"}, {"type": "function_call_output", "call_id": "1"}
+
+
+def strictly(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "strict": True, "parameters": parameters}}
+
+
+# The words come last. The error's `param` is the first of its own words, or none, where it does not come here
+# before the words.
+REFUSED: list[tuple[Any, ...]] = [
+    (CHAT, {"messages": ...}, "messages is missing"),
+    (CHAT, {"response_format": {}}, "response_format.type is missing"),
+    (CHAT, {"temprature": 1}, "temprature", "Unrecognized request argument supplied: temprature"),
+    (CHAT, {"stream_options": {"x": 1}}, "stream_options.x", "Unrecognized"),
+    (CHAT, {"stream_options": {"include_usage": True}}, "stream_options", "needs stream true"),
+    (CHAT, {"stream": True, "stream_options": {"include_obfuscation": True}},
+     "stream_options", "not supported"),
+    (CHAT, {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+     "stream_options", "needs include_usage"),
+    (CHAT, {"temperature": "hot"}, "temperature", "Expected"),
+    (CHAT, {"temperature": -1}, "temperature", ">= 0"),
+    (CHAT, {"temperature": 1e308, "structured_outputs": {"regex": "[ab]+"}}, "temperature", "<= 3e+38"),
+    (CHAT, {"repetition_penalty": 1e308}, "repetition_penalty", "<= 3e+38"),
+    (CHAT, {"repetition_penalty": 0}, "repetition_penalty", ">= 1e-38"),
+    (CHAT, {"top_p": 1.5}, "top_p", "<= 1"),
+    (CHAT, {"n": 0}, "n", ">= 1"),
+    (CHAT, {"max_tokens": 0}, "max_tokens", ">= 1"),
+    (CHAT, {"max_tokens": 5000}, "max_tokens", "maximum context length is 2048"),
+    (CHAT, {"max_tokens": None, "max_completion_tokens": 5000}, "max_completion_tokens", "context length"),
+    (CHAT, {"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "one of them"),
+    (CHAT, {"logit_bias": {"x": 1}}, "logit_bias", "0..2047"),
+    (CHAT, {"logit_bias": {"5": 100.0001}}, "logit_bias", "holds 100.0001; it should lie in -100..100"),
+    (CHAT, {"stop_token_ids": [99999]}, "stop_token_ids", "0..2047"),
+    (CHAT, {"stop": ["x"] * 4097}, "stop", "4097 words; it should have at most 4096"),
+    (CHAT, {"stop": "x" * 16385}, "stop", "16385 bytes in a word; it should have at most 16384"),
+    (CHAT, {"priority": 1.5}, "priority", "Expected"),
+    (CHAT, {"queue_timeout": -1}, "queue_timeout", ">= 1e-06"),
+    (CHAT, {"queue_timeout": "soon"}, "queue_timeout", "Expected"),
+    (CHAT, {"store": True}, "store", "keeps nothing"),
+    (CHAT, {"functions": []}, "functions", "use tools"),
+    (CHAT, {"modalities": ["text", "audio"]}, "modalities", 'is ["text", "audio"]'),
+    (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs", "no use of"),
+    (CHAT, {"reasoning_effort": "low"}, "reasoning_effort", "no use of reasoning_effort"),
+    (CHAT, {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
+     "reasoning_effort", 'says "high"; give one of them'),
+    (CHAT, {"documents": [{"text": "x"}]}, "documents", "no use of documents"),
+    (CHAT, {"messages": []}, "messages", "empty"),
+    (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "messages[0]", "robot"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+     "messages[0].content[0]", "only text"),
+    (CHAT, {"messages": None}, "messages", "Expected"),
+    (CHAT, {"messages": [{"content": "x"}]}, "messages[0]", "messages[0].role is null; it should be one of"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"text": "x"}]}]},
+     "messages[0].content[0]", "type null; only text is"),
+    (CHAT, {"tools": [{"type": "function", "function": {"name": None}}]}, "tools", "function.name is null;"),
+    (CHAT, {"top_k": 2**64}, "top_k", "<= 2147483647"),
+    (CHAT, {"min_tokens": 4}, "min_tokens", "at most 3 tokens"),
+    (CHAT, {"min_tokens": 2**64}, "min_tokens", "<= 2147483647"),
+    (CHAT, {"tools": [{"type": "web_search"}]}, "tools", "only functions"),
+    (CHAT, {"tools": [WEATHER, WEATHER]}, "has two of the name weather"),
+    (CHAT, {"tools": [{"type": "function", "function": {"name": "f", "strict": "yes"}}]},
+     "tools", "true or false"),
+    (CHAT, {"tools": [strictly({"oneOf": [{}]})]}, "tools", "schema of type object"),
+    (CHAT, {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+     "the tools are"),
+    (CHAT, {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "required"}}},
+     "tool_choice names required; the tools are weather"),
+    (CHAT, {"tool_choice": "required"}, "there are no tools"),
+    (CHAT, {"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "letters"),
+    (CHAT, {"response_format": {"type": "json_schema"}}, "JSON schema"),
+    (CHAT, {"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs: there are 2 guides"),
+    (CHAT, {"tools": [WEATHER], "tool_choice": "required", "structured_outputs": {"regex": "a"}},
+     "structured_outputs", "drop one"),
+    (COMPLETIONS, {"suffix": "x"}, "suffix"),
+    (COMPLETIONS, {"n": 3, "best_of": 2}, "at least n"),
+    (COMPLETIONS, {"best_of": 2, "stream": True}, "cannot be streamed"),
+    (COMPLETIONS, {"echo": True, "logprobs": 1, "stream": True}, "cannot be streamed"),
+    (COMPLETIONS, {"prompt": []}, "empty"),
+    (COMPLETIONS, {"prompt": [[]]}, "empty"),
+    (COMPLETIONS, {"prompt": [1, "x"]}, "prompt should be"),
+    (COMPLETIONS, {"prompt": [1, 99999]}, "0..2047"),
+    (COMPLETIONS, {"prompt": [[1, True]]}, "prompt[0][1]: Expected `int`"),
+    (COMPLETIONS, {"logprobs": 21}, "logprobs"),
+    (COMPLETIONS, {"n": 100, "prompt": ["a", "b"]}, "prompt", "several requests"),
+    (CHAT, {"tool_choice": "maybe"},
+     "tool_choice", "or required or an object of the type function or allowed"),
+    (CHAT, {"tool_choice": {"type": "x"}}, "tool_choice.type", "it should be function or allowed_tools"),
+    (CHAT, {"tool_choice": {"type": "function", "function": "f"}},
+     "tool_choice.function", "Expected `object`, got `str`"),
+    (CHAT, {"tool_choice": {"type": "function", "function": {"name": "f"}, "name": "f"}},
+     "tool_choice.name", "Unrecognized request argument supplied: tool_choice.name"),
+    (CHAT, {"tool_choice": {"type": "function", "function": {"name": "f", "x": 1}}},
+     "tool_choice.function.x", "Unrecognized"),
+    (CHAT, {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "none", "tools": []}}},
+     "tool_choice.allowed_tools.mode", "it should be auto or required"),
+    (CHAT, {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
+     "tool_choice.allowed_tools.tools", "of length >= 1"),
+    (CHAT, {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": ["f"]}}},
+     "tool_choice.allowed_tools.tools[0]", "Expected `object`, got `str`"),
+    (RESPONSES, {"previous_response_id": "x"}, "previous_response_id needs kept responses"),
+    (RESPONSES, {"store": True}, "store needs kept responses"),
+    (RESPONSES, {"text": {"verbosity": "loud"}}, "text.verbosity"),
+    (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "needs kept responses"),
+    (RESPONSES, {"stream": True, "stream_options": {"include_usage": True}},
+     "stream_options", "the last event has it"),
+    (RESPONSES, {"text": {"format": "json_object"}}, "text.format is"),
+    (RESPONSES, {"input": [{"type": "reasoning", "content": 1}]}, "input[0].content should be a list"),
+    (RESPONSES, {"input": [{"type": "reasoning", "content": [{"text": None}]}]},
+     "input[0].content should be a list"),
+    (RESPONSES,
+     {"tools": [FLAT], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{**FLAT, "x": 1}]}},
+     "tool_choice.tools[0].x", "Unrecognized"),
+    (RESPONSES, {"tools": [{"type": "function", "name": {}}], "tool_choice": FLAT},
+     "tools", "tools[0].name is"),
+    (RESPONSES, {"tools": [FLAT], "tool_choice": {**FLAT, "type": "custom"}},
+     "tool_choice.type", "is custom; it should be function, as that of weather is"),
+    (RESPONSES, {"tool_choice": "maybe"},
+     "tool_choice", "it should be auto or none or required or an object of the type"),
+    (RESPONSES, {"tool_choice": {"type": "custom", "name": "f", "x": 1}}, "tool_choice.x", "Unrecognized"),
+    (RESPONSES, {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+     "tool_choice.function", "Unrecognized"),
+    (RESPONSES, {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]}},
+     "tool_choice.tools[0].type", "it should be function or custom"),
+    (RESPONSES, {"tools": [{"type": "namespace", "tools": []}]},
+     "tools[0].name is null; it should be a text"),
+    (RESPONSES, {"tools": [{"type": "namespace", "name": "", "tools": []}]},
+     'tools[0].name is ""; it should be a text that is'),
+    (RESPONSES, {"tools": [{"type": "namespace", "name": "n"}]},
+     "tools[0].tools is null; it should be a list of functions and"),
+    (RESPONSES, {"tools": [{"type": "x"}]},
+     'tools[0].type is "x"; it should be function, custom or namespace'),
+    (RESPONSES, {"tools": [{"type": "custom", "name": "c", "format": 5}]},
+     "tools[0].format is 5; it should be an object with"),
+    (RESPONSES,
+     {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "x"}]}]},
+     'input[0].content[1] is of type "x"'),
+    (RESPONSES, {"input": [*ASK, {"type": "reasoning", "content": []}, {"role": "user"}]},
+     "input[2].content is missing"),
+    (RESPONSES, {"input": [*ASK, {**CALLS, "call_id": "1"}, {**RESULT, "output": [{"type": "x"}]}]},
+     'input[2].output[0] is of type "x"'),
+    (RESPONSES, {"input": [{"type": "function_call", "call_id": "1"}]},
+     "input[0].name is null; it should be a text"),
+    (RESPONSES, {"input": [{"type": "function_call", "name": "f", "namespace": 5}]},
+     "input[0].namespace is 5; it should be a text"),
+    (RESPONSES, {"input": [{"type": "function_call", "name": "f", "arguments": 5}]},
+     "input[0].arguments is 5; it should be a text"),
+    (RESPONSES, {"input": [{**RESULT, "call_id": 5, "output": ""}]},
+     "input[0].call_id is 5; it should be a text"),
+    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
+     "input[0].content[0].text is null; it should be a text"),
+    (RESPONSES, {"input": [{"role": "user", "content": [5]}]},
+     "input[0].content[0] is 5; it should be an object with a type"),
+    (RESPONSES, {"input": [{"type": []}]},
+     "input[0].type is []; it should be one of message, function_call,"),
+    (RESPONSES, {"input": [{"role": "oracle", "content": "a"}]},
+     "input[0]", 'input[0].role is "oracle"; it should be one of'),
+    (RESPONSES, {"input": []}, "input is empty; it should have at least one item"),
+    (RESPONSES, {"input": [{"type": "function_call", "name": "f", "arguments": json.dumps([0] * 70000)}]},
+     "input", "the arguments of all calls in input have more than"),
+    (RESPONSES, {"guided_choice": []}, "guided_choice should hold"),
+    (RESPONSES, {"structured_outputs": {"choice": [""]}},
+     "structured_outputs", "structured_outputs.choice should hold"),
+    (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format of type json_schema should hold"),
+    (RESPONSES, {"text": {"format": {"type": "text", "schema": {}}}},
+     'text.format of type text should have no "sch'),
+    (RESPONSES, {"text": {"format": {"type": "json_object", "schema": {}}}},
+     "text.format of type json_object should"),
+    (RESPONSES, {"text": {"format": {"type": "json_schema", "schema": {}, "x": 1}}},
+     "text.format of type json_schema"),
+    (RESPONSES, {"guided_json": {}, "text": {"format": {"type": "json_object"}}},
+     "guided_json", "text.format and guided_json: "),
+    (RESPONSES, {"structured_outputs": {"regex": "a", "json": "{}"}}, "structured_outputs: there are 2"),
+    (MESSAGES, {"messages": [{"role": "user", "content": [ASK[0], IMAGE]}]},
+     "messages[0].content[0] should be a block"),
+    (MESSAGES, {"messages": [{"role": "user", "content": [IMAGE]}]},
+     'messages[0].content[0] is of type "image"'),
+    (MESSAGES, {"messages": [{"role": "tool", "content": "x"}]}, 'messages[0].role is "tool"'),
+    (MESSAGES, {"messages": CALLED}, "messages[1] has a tool_use, but no"),
+    (MESSAGES, {"messages": []}, "messages is empty"),
+    (MESSAGES, {"system": [IMAGE]}, 'system[0] is of type "image"'),
+    (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+     'tools[0].type is "web_search_20250305"'),
+    (MESSAGES, {"tools": [{**FUNCTION, "name": "a b"}]}, "tools[0].name is"),
+    (MESSAGES, {"tools": [{"name": "weather"}]}, "tools[0].input_schema should be"),
+    (MESSAGES, {"tools": [FUNCTION], "tool_choice": {"type": "some"}},
+     "it should be any or auto or none or tool"),
+    (MESSAGES, {"tools": [FUNCTION], "tool_choice": {"type": "any", "name": "weather"}},
+     "tool_choice.name should be left out"),
+    (MESSAGES, {"thinking": {"type": "disabled", "budget_tokens": 9}},
+     "thinking.budget_tokens should be left out"),
+    (MESSAGES, {"thinking": {"type": "enabled"}}, "thinking.budget_tokens is missing"),
+    (MESSAGES, {"thinking": {"type": "between_tools"}}, "it should be adaptive or disabled or enabled"),
+    (MESSAGES, {"output_config": {"format": {"type": "text"}}}, "'text'; it should be json_schema"),
+    (MESSAGES, {"context_management": {"edits": [{"type": "compact_20260112"}]}},
+     "'compact_20260112'; it should be clear_thinking_20251015"),
+    (MESSAGES, {"mcp_servers": [{"type": "url"}]}, "mcp_servers is not supported"),
+    (MESSAGES, {"container": "c"}, "container: Expected `null`"),
+    (MESSAGES, {"speed": "fast"}, 'speed is "fast"'),
+    (MESSAGES, {"fallbacks": []}, "Unrecognized request argument supplied: fallbacks"),
+    (MESSAGES, {"max_tokens": 0}, "max_tokens: "),
+    (MESSAGES, {"stop_sequences": ["x" * 20000]}, "stop_sequences has 20000 bytes"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def api(tmp_path_factory: pytest.TempPathFactory) -> Api:
+    template = tmp_path_factory.mktemp("template") / "chat_template.jinja"
+    template.write_text(TEMPLATE)
+    return Api(str(template), 2048)
+
+
+@pytest.mark.parametrize(("path", "more", "words"), [(path, more, words) for path, more, *words in REFUSED])
+def test_what_is_wrong_is_named(api: Api, path: str, more: dict[str, Any], words: list[str | None]) -> None:
+    *param, said = words
+    also = ALSO.get(path, {})
+    for others in ({}, also) if also and not more.keys() & {*also, "stream_options"} else ({},):
+        body = {name: value for name, value in {**GOOD[path], **others, **more}.items() if value is not ...}
+        status, _, answer = api.call(path, json.dumps(body).encode())
+        error = answer["error"]
+        assert (status, error["type"]) == (400, "invalid_request_error")
+        assert said and said in error["message"]
+        named = param or [None, error["message"].partition(" ")[0].rstrip(":")]
+        assert error.get("param") in named
