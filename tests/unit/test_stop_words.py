@@ -2,8 +2,6 @@
 """Stop words in text, cut by tokens and chunks in any way."""
 
 import itertools
-import subprocess
-import sys
 from collections.abc import Sequence
 
 import pytest
@@ -11,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizers import KINDS, byte_level, sentencepiece
 
+from flashinfer_backend.core.bounds import MOST_WORD
 from flashinfer_backend.text import stop_words
 from flashinfer_backend.text.delta import CONTEXT_IDS, DeltaDecoder
 from flashinfer_backend.text.stop_words import StopMatch, StopWordMatcher, StopWords, stop_word_texts
@@ -220,26 +219,21 @@ def test_sequences_of_the_same_words_are_followed_each_on_its_own() -> None:
     assert feed_all(second, [letters("x"), letters("y")]).word == 1
 
 
-def test_words_are_prepared_with_the_first_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thousands of sequences can wait for a slot, each with words that would take 12 MB."""
-    made = []
-    make = stop_words.ahocorasick.Automaton
-    monkeypatch.setattr(stop_words.ahocorasick, "Automaton", lambda: made.append(1) or make())
-    matcher = matcher_of(["bc"], BYTES, id_words=[letters("xy")])
-    assert not made
-    assert matcher.feed(letters("abc")) == StopMatch(0, 1, 3, 1, 3, 3) and len(made) == 2
+def test_words_are_prepared_with_the_first_text() -> None:
+    """Thousands of sequences can wait for a slot, each with words of 256 KiB."""
+    words = StopWords(["bc"], False, [letters("xy")])
+    matcher = StopWordMatcher(words, BYTES)
+    assert "_reversed" not in {*vars(words.texts), *vars(words.ids)}
+    assert matcher.feed(letters("abc")) == StopMatch(0, 1, 3, 1, 3, 3)
+    assert "_reversed" in vars(words.texts)
 
 
-def test_the_longest_word_is_freed_in_a_small_stack() -> None:
-    """The automaton is freed one call deeper for each character: longer words end the process."""
-    program = (
-        "import threading\n"
-        "from flashinfer_backend.core.bounds import MOST_WORD\n"
-        "from flashinfer_backend.text.stop_words import StopWords\n"
-        "def make():\n"
-        "    words = StopWords(['x' * MOST_WORD], True, [[5] * MOST_WORD])\n"
-        "    assert words.texts.find('x', 1, 0) is words.ids.find('x', 1, 0) is None\n"
-        "threading.stack_size(1 << 19)\n"
-        "thread = threading.Thread(target=make); thread.start(); thread.join()\n"
-    )
-    assert subprocess.run([sys.executable, "-c", program], timeout=120).returncode == 0
+def test_text_that_is_like_a_word_costs_no_more_than_other_text() -> None:
+    """A token took 0.2 s where the text was one character over and over, and so was the longest word but for
+    its end: the square of the word's length."""
+    word = "a" * (MOST_WORD - 1)
+    matcher = matcher_of([word + "b", *("a" * n + "cb" for n in range(1, 700))], BYTES, hold_back=True)
+    tokens = letters("a" * 1000)
+    assert feed_all(matcher, [tokens] * 17 + [[token] for token in tokens]) is None
+    assert matcher.held == len(word)
+    assert feed_all(matcher, [letters("b")]) == StopMatch(0, 0, len(word) + 1, 18_000 - len(word), 18_001, 1)

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-import ahocorasick
-
 from flashinfer_backend.text.delta import CONTEXT_IDS, DeltaDecoder
 
 
@@ -44,37 +42,47 @@ class _Words:
         self.longest = max(map(len, words), default=0)
         self._sorted = sorted(filter(None, words))
         self._inside = frozenset("".join(word[:-1] for word in words))
+        self._last = frozenset(word[-1] for word in self._sorted)
         self._words, self._index = words, index
 
     @cached_property
-    def _automaton(self) -> ahocorasick.Automaton:
-        """Takes the same steps for any number of words: (last place, (index, length)) of each in a text. Of
-        equal words the first counts. Never reuse its iterators: setting one to another text ends the
-        process (pyahocorasick 2.3.1). It is made with the first text, as it takes some 46 bytes a character:
-        thousands of sequences can wait for a slot, each with words of 256 KiB."""
-        automaton = ahocorasick.Automaton()
+    def _reversed(self) -> tuple[list[str], list[int], list[int], dict[str, int]]:
+        """The words written backwards, sorted; for each the place of the longest other one that it begins
+        with (-1: there is none) and of the shortest (its own: there is none); and the first number of each.
+        They are made with the first text: thousands of sequences can wait for a slot, each with words of
+        256 KiB."""
+        numbers: dict[str, int] = {}
         for number, word in enumerate(self._words, self._index):
-            if word and word not in automaton:
-                automaton.add_word(word, (number, len(word)))
-        automaton.make_automaton()
-        return automaton
+            numbers.setdefault(word[::-1], number)
+        numbers.pop("", None)
+        words, longer, shortest = sorted(numbers), list[int](), list[int]()
+        for at, word in enumerate(words):
+            other = at - 1
+            while other >= 0 and not word.startswith(words[other]):
+                other = longer[other]
+            longer.append(other)
+            shortest.append(at if other < 0 else shortest[other])
+        return words, longer, shortest, numbers
 
     def find(self, text: str, new: int, free: int) -> tuple[int, int, int] | None:
         """(end, size, index) of the word that ends first within the last `new` characters, but not within the
-        first `free` of these, from where `end` counts; of several the longest."""
-        if not self._sorted:
+        first `free` of these, from where `end` counts; of several the longest. A character costs a search
+        among the sorted words, whatever the text has in common with them."""
+        ends = [end for end in range(free + 1, new + 1) if text[end - new - 1] in self._last]
+        if not ends:
             return None
-        recent = text[-(new + self.longest - 1) :]
-        earlier = len(recent) - new
-        found = [
-            (at + 1 - earlier, -size, index)
-            for at, (index, size) in self._automaton.iter(recent)
-            if at >= earlier + free
-        ]
-        if not found:
-            return None
-        end, size, index = min(found)
-        return end, -size, index
+        words, longer, shortest, numbers = self._reversed
+        recent = text[: -(new + self.longest) : -1]
+        for end in ends:
+            before = recent[new - end : new - end + self.longest]
+            # Whatever `before` begins with stands in front of it, and begins with its shortest one.
+            at = bisect.bisect_right(words, before) - 1
+            if at < 0 or not before.startswith(words[shortest[at]]):
+                continue
+            while not before.startswith(words[at]):
+                at = longer[at]
+            return end, len(words[at]), numbers[words[at]]
+        return None
 
     def beginning(self, text: str, most: int) -> int:
         """Length of the longest end of a text, of at most `most` characters, that begins a word."""
