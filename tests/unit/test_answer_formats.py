@@ -2,6 +2,7 @@
 """Reasoning and tool calls read from a model's text: the same for any cut of the text."""
 
 import itertools
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -432,9 +433,44 @@ def test_reasoning_that_mentions_a_call_is_searched_once(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("rest", ["Hi", '{"name": "x"}', "<|python_tag|>Hi", ""])
-def test_many_blanks_before_an_answer_are_looked_at_once(rest: str) -> None:
-    reader = calls.Llama3Reader(SCHEMAS)
-    events = [event for _ in range(50) for event in reader.feed("\n ")]
-    assert not events and not reader._text
-    events += [event for char in rest for event in reader.feed(char)] + reader.finish()
-    assert merged(events) == [Event(CONTENT, "\n " * 50 + rest)]
+def test_blanks_before_an_answer_that_is_no_call_are_content(rest: str) -> None:
+    text = "\n " * 50 + rest
+    assert read(maker("llama3_json"), text, list(range(len(text)))) == [Event(CONTENT, text)]
+
+
+@pytest.mark.parametrize(
+    ("tools", "reasoning", "begin"),
+    [
+        ("hermes", "none", "Hi"),
+        ("hermes", "none", '<tool_call>{"name": "now", "arguments": {}}'),
+        ("qwen3_coder", "none", "Hi"),
+        ("qwen3_coder", "none", "<tool_call><function=weather>"),
+        ("qwen3_coder", "none", "<tool_call><function=weather><parameter=city>Ulm"),
+        ("mistral", "none", "Hi"),
+        ("mistral", "none", "[TOOL_CALLS]"),
+        ("llama3_json", "none", "<|python_tag|>"),
+        ("none", "think", ""),
+        ("none", "think", "<think>Hm"),
+        ("harmony", "harmony", "<|channel|>"),
+    ],
+)
+def test_many_line_breaks_are_looked_at_once(tools: str, reasoning: str, begin: str) -> None:
+    """One by one they would take minutes here, the square of their number."""
+    reader = maker(tools, reasoning)()
+    events = reader.feed(begin)
+    for _ in range(30_000):
+        events += reader.feed("\n" * 100)
+    events += [*reader.feed("x"), *reader.finish()]
+    assert merged(events) == read(maker(tools, reasoning), begin + "\n" * 3_000_000 + "x", [])
+
+
+def test_a_value_that_goes_on_behind_the_end_of_a_function_is_not_held_for_long() -> None:
+    """All of it was looked at with each token, for minutes here."""
+    reader = maker("qwen3_coder")()
+    value = "Ulm\n</function>" + "x" * 50 * 30_000
+    events = reader.feed("<tool_call><function=weather><parameter=city>")
+    for begin in range(0, len(value), 50):
+        events += reader.feed(value[begin : begin + 50])
+    assert len(reader._reader._text) < 100
+    events += [*reader.feed("\n</parameter></function></tool_call>"), *reader.finish()]
+    assert merged(events) == called("weather", json.dumps({"city": value}))

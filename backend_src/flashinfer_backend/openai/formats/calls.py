@@ -258,11 +258,7 @@ class Llama3Reader:
                     self._text, self._state = begin[len(self.mark) :], "marked"
                 elif begin.startswith("{"):
                     self._begin_call(begin)
-                elif not begin:  # they may be many, and are looked at once
-                    self._prefix += self._text if self._state == "begin" else ""
-                    self._text = ""
-                    return events
-                elif self._state == "begin" and self.mark.startswith(begin):
+                elif not begin or (self._state == "begin" and self.mark.startswith(begin)):
                     return events
                 else:
                     self._to_content(events, self._prefix + self._text if self._state == "begin" else begin)

@@ -11,7 +11,7 @@ from flashinfer_backend.openai.formats.calls import (
     MarkedReader,
     MistralReader,
 )
-from flashinfer_backend.openai.formats.events import PlainReader, Reader
+from flashinfer_backend.openai.formats.events import BlanksTogether, PlainReader, Reader
 from flashinfer_backend.openai.formats.harmony import HarmonyReader
 from flashinfer_backend.openai.formats.qwen_xml import QwenXmlReader
 from flashinfer_backend.openai.formats.reasoning import ThinkReader
@@ -57,7 +57,7 @@ def make_reader(
     it has one: all calls are of these, with whole arguments that match the schemas given here. or_content:
     the guide admits an answer of calls only or of content only."""
     if "harmony" in (tools, reasoning):
-        return HarmonyReader(whole_arguments=bool(bound))
+        return BlanksTogether(HarmonyReader(whole_arguments=bool(bound)))
     reader: Reader
     if tools == "hermes":
         reader = HermesReader()
@@ -75,4 +75,6 @@ def make_reader(
         marks = tuple(filter(None, (reader.mark, getattr(reader, "slip", ""))))
     if or_content and isinstance(reader, MarkedReader | Llama3Reader):
         reader = CallsOrContentReader(reader)
-    return ThinkReader(reader, inside, marks) if reasoning == "think" else reader
+    if reasoning == "think":
+        reader = ThinkReader(reader, inside, marks)
+    return reader if isinstance(reader, PlainReader) else BlanksTogether(reader)

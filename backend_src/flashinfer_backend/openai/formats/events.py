@@ -42,6 +42,29 @@ class PlainReader:
         return []
 
 
+class BlanksTogether:
+    """Hands a reader blanks together with what follows them. Readers hold blanks back, and look with each
+    piece at all that they hold: thousands of line breaks one by one would take the square of their number."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._blanks: list[str] = []
+
+    def feed(self, text: str) -> list[Event]:
+        self._blanks.append(text)
+        if not text or text.isspace():
+            return []
+        return self._feed_all()
+
+    def finish(self) -> list[Event]:
+        return [*self._feed_all(), *self._reader.finish()]
+
+    def _feed_all(self) -> list[Event]:
+        text = "".join(self._blanks)
+        self._blanks.clear()
+        return self._reader.feed(text)
+
+
 def merged(events: Iterable[Event]) -> list[Event]:
     """Neighbours of one kind joined; calls stay apart."""
     said = (event for event in events if event.text or event.kind == CALL)

@@ -14,7 +14,7 @@ from flashinfer_backend.openai.formats.text_schemas import Text, text_of
 FUNCTION, PARAMETER = "<function=", "<parameter="
 END_PARAMETER, END_FUNCTION, END_CALL = "</parameter>", "</function>", "</tool_call>"
 LINE_END = f"\n{END_FUNCTION}"
-
+MOST_HELD = 4096  # characters behind a function's end in a value, until it is taken for a part of the value
 
 NULLS = ("null", "None")  # the template shows the model the second one
 
@@ -148,7 +148,8 @@ class QwenXmlReader(MarkedReader):
             return
         # The line break before the end is no part of the value; a function's end may be: what follows tells.
         cut = len(value) - held(value, END_PARAMETER, LINE_END, *self._next_tags)
-        if self._name not in self._guided and 0 <= (at := value.find(LINE_END)) < cut:
+        at = value.find(LINE_END)
+        if self._name not in self._guided and max(0, len(value) - MOST_HELD) <= at < cut:
             cut = at
         if value[:cut].endswith("\n"):
             cut -= 1
