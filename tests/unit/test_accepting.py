@@ -218,7 +218,7 @@ def test_what_cannot_be_submitted_is_not_left_open(bench: Bench, tmp_path: Path)
         ("exclude_input_in_output", "maybe", "it should be true or false"),
         ("fold_input_ids", "2", "it should be true or false"),
         ("skip_special_tokens", "no", "it should be true or false"),
-        ("streamed_log_probs", "some", "it should be chunk or all"),
+        ("streamed_log_probs", "some", "it should be auto, chunk or all"),
         ("cancellation_check_period_ms", "1e3", "it should be an integer 0..60000"),
         ("cancellation_check_period_ms", "-1", "it should be an integer 0..60000"),
         ("max_num_seqs", "0", "it should be an integer 1..4096"),

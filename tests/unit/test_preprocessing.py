@@ -10,7 +10,7 @@ from small_tokenizers import byte_level, word_level
 from flashinfer_backend.core.bounds import ALL_PROMPTS, FIELDS, MOST_IDS, MOST_WORD
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.text.tokenizer import TextTokenizer
-from flashinfer_backend.triton_server.parameters import flag_parameter, read_parameters, required_parameter
+from flashinfer_backend.triton_server.parameters import knob_value, read_parameters, read_tokenizer
 from flashinfer_backend.triton_server.preprocessing import Preprocessor
 
 MOST_PADDED_IDS = FIELDS["input_ids"].all_values
@@ -277,12 +277,14 @@ def test_parameters():
     texts = {"tokenizer_dir": " x ", "max_prompt_bytes": "${b}", "engine_dir": "", "gpt_model_path": " "}
     parameters = read_parameters(config(**texts, add_special_tokens="maybe"), "preprocessing")
     assert parameters == {"tokenizer_dir": "x", "add_special_tokens": "maybe"}
-    assert flag_parameter({"d": "False"}, "d", default=True) is False
-    assert flag_parameter(parameters, "b", default=True) is True
+    assert knob_value({"add_special_tokens": "False"}, "add_special_tokens") is False
+    assert knob_value({}, "add_special_tokens") is True
+    assert knob_value({"max_prompt_bytes": "7"}, "max_prompt_bytes") == 7
+    assert knob_value({}, "streamed_log_probs") == "auto"
     with pytest.raises(ValueError, match="add_special_tokens is 'maybe'; it should be true or false"):
-        flag_parameter(parameters, "add_special_tokens", default=True)
-    with pytest.raises(ValueError, match="b is not set; it should be a folder"):
-        required_parameter(parameters, "b", "a folder")
+        knob_value(parameters, "add_special_tokens")
+    with pytest.raises(ValueError, match="tokenizer_dir is not set; it should be the folder"):
+        read_tokenizer({})
 
 
 def test_what_is_too_large_is_refused_before_it_is_tokenised(tokenizer):

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from flashinfer_backend.config_tools.knobs import LLM
+from flashinfer_backend.config_tools.knobs import LLM, TRT_LLM
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.headers import is_json
 from flashinfer_backend.core.paths import owner_pid, processes_dir, resolve_model_dir, run_dir, server_pid
@@ -30,12 +30,7 @@ from flashinfer_backend.triton_server.client_watch import ClientWatch, postproce
 from flashinfer_backend.triton_server.freeze_guard import FreezeGuard
 from flashinfer_backend.triton_server.metrics import Metrics
 from flashinfer_backend.triton_server.outputs import Place, refuse_unmapped
-from flashinfer_backend.triton_server.parameters import (
-    choice_parameter,
-    flag_parameter,
-    number_parameter,
-    read_parameters,
-)
+from flashinfer_backend.triton_server.parameters import knob_value, read_parameters
 from flashinfer_backend.triton_server.request_parameters import read_request_parameters
 from flashinfer_backend.triton_server.requests import LlmLimits, Tensors, is_stop, parse_request
 from flashinfer_backend.triton_server.responder import Responder
@@ -54,17 +49,16 @@ class TritonPythonModel:
         self._parameters = read_parameters(args["model_config"], LLM)
         # An engine takes a minute to start: what is wrong with any parameter is said before.
         config = EngineConfig.from_parameters(self._parameters)
-        log_probs = choice_parameter(self._parameters, "streamed_log_probs", ("chunk", "all"))
-        exclude_input = flag_parameter(self._parameters, "exclude_input_in_output", False)
-        fold_input_ids = flag_parameter(self._parameters, "fold_input_ids", False)
-        period_ms = number_parameter(self._parameters, "cancellation_check_period_ms", 100)
-        self._skip_special_tokens = flag_parameter(self._parameters, "skip_special_tokens", True)
+        knob = partial(knob_value, self._parameters)
+        log_probs, exclude_input = knob("streamed_log_probs"), knob("exclude_input_in_output")
+        fold_input_ids, period_ms = knob("fold_input_ids"), knob("cancellation_check_period_ms")
+        self._skip_special_tokens = knob("skip_special_tokens")
         self._tokenizer_folder = resolve_model_dir(config.tokenizer_dir or config.model_dir)
         model_config = json.loads(args["model_config"])
         server, owner = server_pid(), owner_pid()
         # Without serve the server does not forward the headers that say which answers are JSON.
         by_serve = owner != server
-        json_logits_mib = number_parameter(self._parameters, "max_json_logits_mib", 16) if by_serve else 0
+        json_logits_mib = knob("max_json_logits_mib") if by_serve else 0
         folder = run_dir(owner, self._name)
         self._adapters = AdapterNames(config, folder) if config.max_loras else None
         self._storing = TaskThread(config.lora_cache_host_memory_bytes) if config.max_loras else None
@@ -98,7 +92,7 @@ class TritonPythonModel:
             default_exclude_input=exclude_input,
             guided_decoding=config.guided_decoding_backend != "none",
             fold_input_ids=fold_input_ids,
-            log_probs_so_far=log_probs == "all",
+            log_probs_so_far=log_probs == "all" or (log_probs == "auto" and self._name == TRT_LLM),
             max_seq_len=status.max_seq_len,
             longest_seq_len=status.longest_seq_len,
             max_json_logits_mib=json_logits_mib,

@@ -2,11 +2,13 @@
 """The string parameters of a Triton model's config.pbtxt."""
 
 import json
+from typing import Any
 
 from flashinfer_backend.config_tools.knobs import BY_NAME
 from flashinfer_backend.config_tools.model_config import set_parameters
 from flashinfer_backend.config_tools.settings import check_parameters
-from flashinfer_backend.core.values import Values
+from flashinfer_backend.core.paths import resolve_model_dir
+from flashinfer_backend.text.tokenizer import TextTokenizer
 
 
 def read_parameters(model_config: str, model: str) -> dict[str, str]:
@@ -18,36 +20,25 @@ def read_parameters(model_config: str, model: str) -> dict[str, str]:
     return found
 
 
-def required_parameter(parameters: dict[str, str], name: str, meaning: str) -> str:
-    """A parameter that has no default. Raises ValueError when it is unset."""
-    if name not in parameters:
-        raise ValueError(f"parameter {name} is not set; it should be {meaning}")
-    return parameters[name]
-
-
-def choice_parameter(parameters: dict[str, str], name: str, words: tuple[str, ...]) -> str:
-    """A parameter that is one of `words`, the first when unset. Raises ValueError for anything else."""
-    text = parameters.get(name, words[0])
-    if text not in words:
-        raise ValueError(f"parameter {name} is {text!r}; it should be {' or '.join(words)}")
-    return text
-
-
-def number_parameter(parameters: dict[str, str], name: str, default: int) -> int:
-    """A whole number within the bounds of the knob of that name. Raises ValueError for anything else."""
-    if name not in parameters:
-        return default
+def knob_value(parameters: dict[str, str], name: str) -> Any:
+    """The value of a knob, its default where the parameter is unset: a bool, an int or a text. Raises
+    ValueError for what the knob does not take."""
+    knob = BY_NAME[name]
+    text = parameters.get(name, knob.default)
     try:
-        return int(BY_NAME[name].parse(parameters[name]))
+        value = knob.parse(text)
     except ValueError as error:
-        raise ValueError(f"parameter {name} is {parameters[name]!r}; it {error}") from None
+        raise ValueError(f"parameter {name} is {text!r}; it {error}") from None
+    if knob.kind == "bool":
+        return value == "true"
+    return int(value) if knob.kind == "int" else value
 
 
-def flag_parameter(parameters: dict[str, str], name: str, default: bool) -> bool:
-    """A boolean parameter, in the words of knobs. Raises ValueError for anything else."""
-    if name not in parameters:
-        return default
-    try:
-        return Values("bool").parse(parameters[name]) == "true"
-    except ValueError as error:
-        raise ValueError(f"parameter {name} is {parameters[name]!r}; it {error}") from None
+def read_tokenizer(parameters: dict[str, str]) -> TextTokenizer:
+    """The tokenizer in the folder that tokenizer_dir names. Raises ValueError where it is unset, and what
+    TextTokenizer raises."""
+    if "tokenizer_dir" not in parameters:
+        raise ValueError(
+            "parameter tokenizer_dir is not set; it should be the folder of the tokenizer, or 'bundled'"
+        )
+    return TextTokenizer(resolve_model_dir(parameters["tokenizer_dir"]))

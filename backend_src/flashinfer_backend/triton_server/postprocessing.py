@@ -7,14 +7,13 @@ import numpy as np
 
 from flashinfer_backend.config_tools.knobs import POST
 from flashinfer_backend.core.bounds import FIELDS, check
-from flashinfer_backend.core.paths import owner_pid, processes_dir, resolve_model_dir, run_dir
+from flashinfer_backend.core.paths import owner_pid, processes_dir, run_dir
 from flashinfer_backend.text.chunk import NO_LIMIT, PackedChunk, unpack_chunk
 from flashinfer_backend.text.delta import DeltaDecoder
-from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.transport.delivery_marks import DeliveryMarker
 from flashinfer_backend.triton_server.bounds import check_tensors
 from flashinfer_backend.triton_server.freeze_guard import FreezeGuard
-from flashinfer_backend.triton_server.parameters import flag_parameter, read_parameters, required_parameter
+from flashinfer_backend.triton_server.parameters import knob_value, read_parameters, read_tokenizer
 
 Tensors = dict[str, np.ndarray]
 DEFAULT_LLM_MODEL = "llm"
@@ -81,11 +80,8 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         parameters = read_parameters(args["model_config"], POST)
-        folder = required_parameter(parameters, "tokenizer_dir", "the folder of the tokenizer, or 'bundled'")
-        self._decoder = DeltaDecoder(
-            TextTokenizer(resolve_model_dir(folder)).backend,
-            flag_parameter(parameters, "skip_special_tokens", default=True),
-        )
+        skip_special_tokens = knob_value(parameters, "skip_special_tokens")
+        self._decoder = DeltaDecoder(read_tokenizer(parameters).backend, skip_special_tokens)
         owner = owner_pid()
         self._marker = DeliveryMarker(run_dir(owner, parameters.get("llm_model_name", DEFAULT_LLM_MODEL)))
         self._freeze_guard = FreezeGuard(processes_dir(owner))

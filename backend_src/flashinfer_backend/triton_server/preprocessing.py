@@ -7,16 +7,11 @@ from typing import Any
 import numpy as np
 
 from flashinfer_backend.config_tools.knobs import PRE
-from flashinfer_backend.core.paths import owner_pid, processes_dir, resolve_model_dir
+from flashinfer_backend.core.paths import owner_pid, processes_dir
 from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.triton_server.bounds import check_padded, check_prompts, check_tensors
 from flashinfer_backend.triton_server.freeze_guard import FreezeGuard
-from flashinfer_backend.triton_server.parameters import (
-    flag_parameter,
-    number_parameter,
-    read_parameters,
-    required_parameter,
-)
+from flashinfer_backend.triton_server.parameters import knob_value, read_parameters, read_tokenizer
 
 Tensors = dict[str, np.ndarray]
 
@@ -236,11 +231,10 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         parameters = read_parameters(args["model_config"], PRE)
-        folder = required_parameter(parameters, "tokenizer_dir", "the folder of the tokenizer, or 'bundled'")
         self._preprocessor = Preprocessor(
-            TextTokenizer(resolve_model_dir(folder)),
-            flag_parameter(parameters, "add_special_tokens", default=True),
-            number_parameter(parameters, "max_prompt_bytes", default=0),
+            read_tokenizer(parameters),
+            knob_value(parameters, "add_special_tokens"),
+            knob_value(parameters, "max_prompt_bytes"),
         )
         self._freeze_guard = FreezeGuard(processes_dir(owner_pid()))
 
