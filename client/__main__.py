@@ -2,6 +2,7 @@
 """Client for Triton's ensemble and for OpenAI servers: `python -m client COMMAND`.
 
   generate       print a completion as it arrives
+  chat           talk to a model in the terminal
   bench          put a load on a server and measure its times
   report         write a Markdown and an HTML page of bench's results
   perf-analyzer  run Triton's perf_analyzer with the libraries that it expects
@@ -15,7 +16,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-COMMANDS = ("generate", "bench", "report", "perf-analyzer")
+COMMANDS = ("generate", "chat", "bench", "report", "perf-analyzer")
 EXIT_USAGE = 2
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from client.datasets import Part
+    from client.datasets import Part, Ramp
 
 INT32 = (-(2**31), 2**31 - 1)
 UINT64 = (0, 2**64 - 1)
@@ -94,6 +94,14 @@ def zero_or_more(text: str) -> float:
     return 0.0 if _number(text) == 0 else seconds(text)
 
 
+def burstiness(text: str) -> float:
+    """The shape of the gaps' gamma distribution."""
+    value = _number(text)
+    if not value > 0:
+        raise ArgumentTypeError(f"{text!r} must be a number over 0, or inf for fixed gaps")
+    return value
+
+
 def rate_span(text: str) -> tuple[float, float]:
     """`LOW:HIGH`, two rates."""
     low, _, high = text.partition(":")
@@ -101,6 +109,22 @@ def rate_span(text: str) -> tuple[float, float]:
     if not 0 < span[0] <= span[1] < math.inf:
         raise ArgumentTypeError(f"{text!r} must be two rates LOW:HIGH with 0 < LOW <= HIGH, such as 1:64")
     return span
+
+
+def ramp(text: str) -> Ramp:
+    """`FROM:TO`, along a line, or `FROM:TO:exponential`."""
+    from client.datasets import Ramp
+
+    first, _, rest = text.partition(":")
+    last, _, kind = rest.partition(":")
+    try:
+        if kind not in ("", "linear", "exponential"):
+            raise ValueError
+        return Ramp(_number(first), _number(last), kind == "exponential")
+    except ValueError:
+        raise ArgumentTypeError(
+            f"{text!r} must be two rates over 0, such as 5:50 or 5:50:exponential"
+        ) from None
 
 
 def percentiles(text: str) -> list[float]:

@@ -81,7 +81,8 @@ class Bench:
             return float(self.args.time_limit)
         if self.args.find_rate:  # where requests pile up they have as long again to end
             return float(2 * self.args.try_seconds + 10)
-        return max(600.0, point.num_prompts / point.request_rate + 300.0)
+        rate = self.load.ramp.mean if self.load.ramp else point.request_rate
+        return max(600.0, point.num_prompts / rate + 300.0)
 
     def prepare(self) -> dict[str, Any]:
         """Waits for the server, completes the load with what it says and warms it up; what the warm-up
@@ -93,7 +94,7 @@ class Bench:
         self.facts = {"server": ready.server_version(self.load), "machine": machine.facts()}
         if not self.warm_up:
             return {}
-        load = replace(self.load, request_rate=math.inf)
+        load = replace(self.load, request_rate=math.inf, ramp=None)
         summary = run_load(load, self.prompts(self.warm_up, WARM_UP_SEED)).summary
         if summary["failed"]:
             print(format_table(summary, "warm-up"), flush=True)
@@ -149,6 +150,7 @@ class Bench:
             **self.facts,
             "request_rate": None if math.isinf(point.request_rate) else point.request_rate,
             "max_concurrency": point.max_concurrency,
+            "ramp": f"{load.ramp.start:g} to {load.ramp.end:g}" if load.ramp else None,
             "arguments": told,
             "interrupted": result.interrupted,
             "warm_up": warm_up,
@@ -226,7 +228,9 @@ def _label(backend: str, server: str) -> str:
 def describe(point: Point, load: Load) -> str:
     """A run's load in a few words."""
     words = []
-    if not math.isinf(point.request_rate):
+    if load.ramp is not None:
+        words.append(f"{load.ramp.start:g} to {load.ramp.end:g} requests/s")
+    elif not math.isinf(point.request_rate):
         words.append(f"{point.request_rate:g} requests/s")
     if point.max_concurrency is not None:
         words.append(f"{point.max_concurrency} at a time")
@@ -284,10 +288,12 @@ def plan(args: argparse.Namespace, given: set[str], command: str) -> Bench:
         raise ValueError(f"--api-key-env {args.api_key_env}: there is no such environment variable")
     if bool(args.find_rate) != bool(args.limit):
         raise ValueError("--find-rate and --limit go together: the rates to search and what to keep within")
+    if args.ramp is not None and ("request_rate" in given or args.find_rate):
+        raise ValueError("--ramp says the rate: leave out --request-rate and --find-rate")
     _refuse_idle(args, given)
     if scenario is not None:
         sampling, spec, lengths = scenario.sampling, scenario.dataset, scenario.lengths
-        think = scenario.think_seconds
+        burstiness, ramp, think = scenario.burstiness, scenario.ramp, scenario.think_seconds
         priority = scenario.priority_per_output_token if args.backend in OPENAI else 0
         points = [replace(p, num_prompts=args.num_prompts or p.num_prompts) for p in scenario.points]
         if scenario.from_file:
@@ -297,7 +303,8 @@ def plan(args: argparse.Namespace, given: set[str], command: str) -> Bench:
         warm_up = scenario.warm_up_prompts
     else:
         sampling = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
-        spec, lengths, think = args.dataset, _lengths(args, given), args.think_time
+        spec, lengths = args.dataset, _lengths(args, given)
+        burstiness, ramp, think = args.burstiness, args.ramp, args.think_time
         priority = args.priority_per_output_token
         points = [
             Point(rate, args.num_prompts or 100, slots)
@@ -305,7 +312,8 @@ def plan(args: argparse.Namespace, given: set[str], command: str) -> Bench:
             for slots in args.max_concurrency
         ]
         warm_up = 1
-    if args.find_rate and (len(points) > 1 or not math.isinf(points[0].request_rate)):
+    rated = ramp is not None or not math.isinf(points[0].request_rate)
+    if args.find_rate and (len(points) > 1 or rated):
         raise ValueError(
             "--find-rate chooses the rates: leave out --request-rate, lists of concurrencies, and scenarios"
             " that say a rate"
@@ -315,8 +323,8 @@ def plan(args: argparse.Namespace, given: set[str], command: str) -> Bench:
     port = 8001 if args.backend == "triton-grpc" else 8000
     args.url = args.url or f"http://127.0.0.1:{port}"
     load = Load(
-        backend=args.backend, url=args.url, model=args.model, endpoint=args.endpoint,
-        max_concurrency=points[0].max_concurrency, seed=args.seed, workers=args.workers,
+        backend=args.backend, url=args.url, model=args.model, endpoint=args.endpoint, burstiness=burstiness,
+        ramp=ramp, max_concurrency=points[0].max_concurrency, seed=args.seed, workers=args.workers,
         ignore_eos=not args.respect_eos, check_tokens=args.check_tokens,
         keep_text=args.retokenize, extra_body=sampling | args.extra_body,
         think_seconds=think, api_key=key, priority_per_output_token=priority,
@@ -345,6 +353,9 @@ def _refuse_idle(args: argparse.Namespace, given: set[str]) -> None:
             )
     elif idle := sorted(given & {"try_seconds", "search_seconds"}):
         raise ValueError(f"--{idle[0].replace('_', '-')} is for --find-rate")
+    arrivals = args.find_rate or args.ramp or not all(map(math.isinf, args.request_rate))
+    if "burstiness" in given and not arrivals:
+        raise ValueError("--burstiness shapes arrivals: give --request-rate, --ramp or --find-rate")
     filters = sorted(given & {"top_k", "top_p"})
     if filters and not args.extra_body.get("temperature", args.temperature):
         option = f"--{filters[0].replace('_', '-')}"

@@ -20,7 +20,7 @@ SAMPLING: dict[str, Any] = {
 # What a scenario says and options may not.
 OF_SCENARIO = {
     *("dataset", "input_len", "output_len", "part", "prefixes", "prefix_len", "turns", "think_time"),
-    *("request_rate", "max_concurrency", *SAMPLING),
+    *("request_rate", "max_concurrency", "burstiness", "ramp", *SAMPLING),
     "priority_per_output_token",
 }
 
@@ -87,7 +87,7 @@ def _prompts(group: Any) -> None:
     add("--prefix-len", type=integer(1), default=512, metavar="N",
         help="shared-prefix: tokens of a prefix (default: %(default)s)")  # fmt: skip
     add("--turns", type=integer(1), default=4, metavar="N",
-        help="multi-turn: turns of a conversation (default: %(default)s)")  # fmt: skip
+        help="multi-turn, conversations: most turns of one (default: %(default)s)")  # fmt: skip
     add("--seed", type=integer(0), default=0, metavar="N",
         help="of prompts and arrivals; a second run takes the next one (default: 0, or the"
         " scenario's)")  # fmt: skip
@@ -99,6 +99,12 @@ def _load(group: Any) -> None:
         help="requests/s, a run for each; inf: all at once (default)")  # fmt: skip
     add("--max-concurrency", type=arguments.integers(1), default=[None], metavar="N[,N...]",
         help="most requests in flight, a run for each (default: no bound)")  # fmt: skip
+    add("--burstiness", type=arguments.burstiness, default=1.0, metavar="X",
+        help="of arrivals; 1: Poisson, less: in bursts, more: more even, inf: fixed gaps"
+        " (default: 1)")  # fmt: skip
+    add("--ramp", type=arguments.ramp, metavar="FROM:TO[:exponential]",
+        help="a rate in requests/s that changes during the run, such as 2:20; instead of"
+        " --request-rate")  # fmt: skip
     add("--think-time", type=arguments.zero_or_more, default=0.0, metavar="S",
         help="seconds between an answer and the next turn of a conversation (default: 0)")  # fmt: skip
     add("--workers", type=integer(0), default=0, metavar="N",

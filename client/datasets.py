@@ -247,9 +247,44 @@ def conversation_prompts(
     return [_conversation(flat[first : first + turns]) for first in range(0, len(flat), turns)]
 
 
+def load_conversations(
+    path: str | Path,
+    tokenizer: Tokenizer,
+    num_prompts: int,
+    seed: int,
+    *,
+    turns: int,
+    max_total_tokens: int = 2048,
+) -> list[Prompt]:
+    """num_prompts conversations of a ShareGPT JSON file, shuffled by seed, with up to `turns` turns each: the
+    texts of the one side are sent, the other side's lengths are asked for. Conversations with a turn of no
+    text or more than max_total_tokens in sum are left out. Raises ValueError if too few remain."""
+    rows = [texts for row in _read_rows(path) if (texts := _all_texts(row, turns))]
+    random.Random(seed).shuffle(rows)
+    prompts: list[Prompt] = []
+    for texts in rows:
+        lengths = [len(tokenizer.encode(text, add_special_tokens=i == 0)) for i, text in enumerate(texts)]
+        if min(lengths) < 1 or sum(lengths) > max_total_tokens:
+            continue
+        pairs = zip(texts[::2], lengths[::2], lengths[1::2], strict=True)
+        prompts.append(_conversation([Prompt(*pair) for pair in pairs]))
+        if len(prompts) == num_prompts:
+            return prompts
+    raise TooFewError(f"{path} has {len(prompts)} usable conversations, {num_prompts} were asked for")
+
+
 def _conversation(turns: Sequence[Prompt]) -> Prompt:
     first, *later = turns
     return Prompt(first.text, first.prompt_tokens, first.output_tokens, tuple(later))
+
+
+def _all_texts(row: Any, turns: int) -> list[str]:
+    """The texts of a row's first turns: as many as have an answer, at most `turns` pairs; none if one
+    lacks."""
+    said = row.get("conversations") if isinstance(row, dict) else None
+    said = said[: min(len(said) // 2, turns) * 2] if isinstance(said, list) else []
+    texts = [turn.get("value") if isinstance(turn, dict) else None for turn in said]
+    return [t for t in texts if isinstance(t, str)] if all(isinstance(t, str) for t in texts) else []
 
 
 # What each kind of data takes besides its number and seed.
@@ -259,6 +294,7 @@ DATASETS = {
     "mixed": ("parts",),
     "shared-prefix": ("input_range", "output_range", "prefixes", "prefix_tokens"),
     "multi-turn": ("input_range", "output_range", "turns"),
+    "conversations:FILE": ("turns", "max_total_tokens"),
 }
 
 
@@ -278,6 +314,8 @@ def load_prompts(
     kind, path = kind_of(spec), spec.partition(":")[2]
     if kind == "sharegpt:FILE":
         return load_sharegpt(path, tokenizer, num_prompts, seed, **lengths)
+    if kind == "conversations:FILE":
+        return load_conversations(path, tokenizer, num_prompts, seed, **lengths)
     makers: dict[str, Any] = {
         "random": random_prompts,
         "mixed": mixed_prompts,
@@ -287,15 +325,69 @@ def load_prompts(
     return list(makers[kind](tokenizer, num_prompts, seed=seed, **lengths))
 
 
-def arrival_times(count: int, rate: float, seed: int) -> list[float]:
-    """Seconds after the start at which each request is due: all 0 for an infinite rate, else a Poisson
-    process scaled so that the last arrival falls at count / rate (the offered rate is exact, as in vLLM's
-    benchmark)."""
+@dataclass(frozen=True)
+class Ramp:
+    """A request rate that goes from start to end, in requests/s: along a line, or by the same factor each
+    second."""
+
+    start: float
+    end: float
+    exponential: bool = False
+
+    def __post_init__(self) -> None:
+        if not (0 < self.start < math.inf and 0 < self.end < math.inf):
+            raise ValueError(f"ramp {self.start}:{self.end} must be between two rates over 0")
+
+    def seconds(self, count: float) -> float:
+        """When `count` requests are due, or the time at which a run of that many ends."""
+        return count / self.mean
+
+    @property
+    def mean(self) -> float:
+        """Requests/s over the whole ramp."""
+        if self.start == self.end or not self.exponential:
+            return (self.start + self.end) / 2
+        return (self.end - self.start) / math.log(self.end / self.start)
+
+    def times(self, due: np.ndarray, count: int) -> np.ndarray:
+        """When that many requests are due, of `count` in all: the inverse of the rate's integral."""
+        total, rise = self.seconds(count), self.end - self.start
+        if rise == 0:
+            return np.asarray(due / self.start)
+        if self.exponential:
+            growth = math.log(self.end / self.start) / total
+            return np.asarray(np.log1p(due * growth / self.start) / growth)
+        slope = rise / total
+        return np.asarray((np.sqrt(self.start**2 + 2 * slope * due) - self.start) / slope)
+
+
+def arrival_times(
+    count: int, rate: float, seed: int, *, burstiness: float = 1.0, ramp: Ramp | None = None
+) -> list[float]:
+    """Seconds after the start at which each request is due: all 0 for an infinite rate, else a process with
+    gamma-distributed gaps scaled so that the last arrival falls at count / rate (the offered rate is exact,
+    as in vLLM's benchmark).
+
+    burstiness is the gaps' shape: 1 is Poisson, less comes in bursts, more is more even, inf is a fixed gap.
+    With a ramp, the rate is the ramp's instead of `rate`."""
     if not rate > 0:  # nan too
         raise ValueError(f"request rate {rate} must be positive (or inf)")
-    if count == 0 or math.isinf(rate):
+    if not burstiness > 0:
+        raise ValueError(f"burstiness {burstiness} must be positive (or inf)")
+    if count == 0 or (math.isinf(rate) and ramp is None):
         return [0.0] * count
-    times = np.cumsum(np.random.default_rng(seed).exponential(1.0, count))
+    random_gaps = np.random.default_rng(seed)
+    if math.isinf(burstiness):
+        gaps = np.ones(count)
+    elif burstiness == 1:
+        gaps = random_gaps.exponential(1.0, count)
+    else:
+        gaps = random_gaps.gamma(burstiness, 1.0, count)
+    times = np.cumsum(gaps)
+    if not times[-1] > 0:
+        raise ValueError(f"burstiness {burstiness:g} leaves no gap of the {count} above 0: take a larger one")
+    if ramp is not None:
+        return [float(t) for t in ramp.times(times * (count / times[-1]), count)]
     return [float(t) for t in times * (count / rate / times[-1])]
 
 

@@ -7,22 +7,16 @@ echo "a long prompt" | python -m client generate -
 """
 
 import argparse
-import http.client
 import io
-import json
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Generator, Sequence
 from typing import Any
 
 from client import grpc_wire
 from client.arguments import INT32, UINT64, argument_parser, finite, http_url, integer, seconds
-from client.wire import EventSplitter, error_message
-
-NOTHING_LISTENS = "nothing listens there; start the server first, or name another with --url"
+from client.events import NOTHING_LISTENS, ServerError, post_events
 
 # Inputs of the ensemble by the options' names: Triton's type and the option's help.
 OPTIONS = {
@@ -42,10 +36,6 @@ OTHER_TYPES = {
     **{"max_tokens": "INT32", "stream": "BOOL", "exclude_input_in_output": "BOOL"},
 }
 TYPES = {"INT32": (integer(*INT32), "N"), "UINT64": (integer(*UINT64), "N"), "FP32": (finite, "X")}
-
-
-class ServerError(RuntimeError):
-    """The server refused the request, failed during it, or was not reached; the message says which."""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -110,29 +100,8 @@ def stream_http(
     url: str, model: str, body: dict[str, Any], timeout: float
 ) -> Generator[dict[str, Any], None, None]:
     """Events over HTTP generate_stream; closing the iterator closes the connection, which cancels the
-    request. timeout: seconds between two reads. Raises ServerError, and ValueError for an event that is no
-    JSON object."""
-    target = f"{url.rstrip('/')}/v2/models/{model}/generate_stream"
-    try:
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(target, json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=timeout) as response:
-            splitter = EventSplitter()
-            while data := response.read1(65536):
-                for payload in splitter.feed(data):
-                    event = json.loads(payload)
-                    if not isinstance(event, dict):
-                        raise ValueError(f"{payload[:100]!r} is no JSON object")
-                    yield event
-    except urllib.error.HTTPError as error:
-        message = error_message(error.read().decode(errors="replace"))
-        raise ServerError(f"HTTP {error.code}: {message}") from None
-    except http.client.HTTPException as error:
-        raise ServerError(f"{target}: the server broke off its answer ({type(error).__name__})") from None
-    except OSError as error:
-        reason = getattr(error, "reason", error)
-        refused = isinstance(reason, ConnectionRefusedError)
-        raise ServerError(f"{target}: {NOTHING_LISTENS if refused else reason}") from None
+    request."""
+    yield from post_events(f"{url.rstrip('/')}/v2/models/{model}/generate_stream", body, timeout)
 
 
 def stream_grpc(
@@ -160,6 +129,8 @@ def stream_grpc(
                     raise ServerError(said) from None
                 finally:
                     late.cancel()
+                if event is not None and "error" in event:
+                    raise ServerError(event["error"])
                 if event is not None:
                     yield event
         finally:
@@ -182,8 +153,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         for event in stream:
-            if "error" in event:
-                raise ServerError(error_message(json.dumps(event)))
             chunks += 1
             first = first or time.monotonic() - start
             text = event["text_output"]

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from client import grpc_wire
-from client.datasets import Prompt, arrival_times
+from client.datasets import Prompt, Ramp, arrival_times
 from client.metrics import PERCENTILES, RequestRecord, check_ends, summarise
 from client.progress import Counters, Snapshot
 from client.wire import BACKENDS, COUNTED_KEYS, DEFAULT_ENDPOINTS, DEFAULT_MODELS, TRITON
@@ -30,20 +30,23 @@ START_SECONDS = 60.0  # for the workers to import, unpack and report ready
 
 @dataclass(frozen=True)
 class Load:
-    """How prompts are sent. request_rate is in requests/s (inf: all at once); max_concurrency bounds requests
-    in flight over all workers (None: no bound); time_limit is in seconds from the start, unfinished requests
-    then fail. think_seconds pass before each later turn of a conversation, which counts as one request for
-    rate and concurrency. check_tokens has a Triton ensemble report the token count of each chunk, which costs
-    it a little; always so without ignore_eos. api_key goes into HTTP's Authorization.
-    priority_per_output_token: an OpenAI server gets this many times the output tokens as each request's
-    priority (0: none), so that -1 asks vLLM and this backend for the longest answers first. lora_modules:
-    names of adapters, which requests (with all turns of a conversation) ask for in turns."""
+    """How prompts are sent. request_rate is in requests/s (inf: all at once), burstiness and ramp as in
+    arrival_times; max_concurrency bounds requests in flight over all workers (None: no bound); time_limit is
+    in seconds from the start, unfinished requests then fail. think_seconds pass before each later turn of a
+    conversation, which counts as one request for rate and concurrency. check_tokens has a Triton ensemble
+    report the token count of each chunk, which costs it a little; always so without ignore_eos. api_key goes
+    into HTTP's Authorization. priority_per_output_token: an OpenAI server gets this many times the output
+    tokens as each request's priority (0: none), so that -1 asks vLLM and this backend for the longest answers
+    first. lora_modules: names of adapters, which requests (with all turns of a conversation) ask for in
+    turns."""
 
     backend: str
     url: str
     model: str | None = None
     endpoint: str | None = None
     request_rate: float = math.inf
+    burstiness: float = 1.0
+    ramp: Ramp | None = None
     max_concurrency: int | None = None
     seed: int = 0
     workers: int = 0
@@ -147,7 +150,9 @@ def run_load(
         load.backend, model, load.ignore_eos, load.check_tokens, load.extra_body, types,
         load.priority_per_output_token,
     )  # fmt: skip
-    arrivals = arrival_times(len(prompts), load.request_rate, load.seed)
+    arrivals = arrival_times(
+        len(prompts), load.request_rate, load.seed, burstiness=load.burstiness, ramp=load.ramp
+    )
     requests, total = [], 0
     names = itertools.cycle(load.lora_modules or ("",))
     for prompt, due, name in zip(prompts, arrivals, names, strict=False):

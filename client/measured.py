@@ -18,6 +18,7 @@ class Measured:
     label: str
     rate: float | None
     slots: int | None
+    ramp: str | None
     row: str
     started: str
     command: str
@@ -34,11 +35,11 @@ class Measured:
     @property
     def load(self) -> str:
         words = [f"row {self.row}"] if self.row else []
-        if self.rate is not None:
-            words.append(f"{self.rate:g} req/s")
+        if self.ramp is not None or self.rate is not None:
+            words.append(f"{self.ramp or format(self.rate, 'g')} req/s")
         if self.slots is not None:
             words.append(f"{self.slots} in flight")
-        if self.rate is self.slots is None:
+        if self.rate is self.slots is self.ramp is None:
             words.append("all at once")
         return ", ".join(words)
 
@@ -82,6 +83,7 @@ def _measured(
         label=name or label,
         rate=run["request_rate"],
         slots=slots,
+        ramp=run.get("ramp"),
         row=run.get("row", ""),
         started=run["started"],
         command=" ".join(command.split()),

@@ -100,6 +100,12 @@ def ensembles(url: str, api_key: str | None = None) -> list[str]:
     return found
 
 
+def first_ensemble(url: str, api_key: str | None = None) -> str:
+    """The default one where the server has it, or says nothing; else the first that it has."""
+    names, default = ensembles(url, api_key), DEFAULT_MODELS["triton"]
+    return default if default in names or not names else names[0]
+
+
 def tokenizer_folder(load: Load) -> str:
     """The tokenizer's folder as the server names it: `tokenizer_dir` of the first step of a Triton ensemble,
     `root` of an OpenAI server's model, as vLLM lists it. Raises OSError, or ValueError without

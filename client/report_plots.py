@@ -60,7 +60,7 @@ def draw(runs: Sequence[Measured]) -> list[Plot]:
     servers = list(dict.fromkeys(run.label for run in runs))  # each has its colour in all plots
     with matplotlib.rc_context(SETTINGS):
         by_rate = [run for run in runs if run.rate is not None]
-        by_slots = [run for run in runs if run.rate is None and run.slots is not None]
+        by_slots = [run for run in runs if run.rate is run.ramp is None and run.slots is not None]
         if _is_sweep(by_rate, "rate"):
             plots.append(_latency_by_rate(by_rate, servers))
         if _is_sweep(by_slots, "slots"):

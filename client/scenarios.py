@@ -14,7 +14,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-from client.datasets import DATASETS, Part
+from client.datasets import DATASETS, Part, Ramp
 
 SCENARIOS = Path(__file__).parent.parent / "perf_configs/scenarios"
 KINDS = tuple(name.partition(":")[0] for name in DATASETS)
@@ -83,6 +83,8 @@ class Scenario:
     serves: str = ""
     lengths: dict[str, Any] = field(default_factory=dict)
     sampling: dict[str, Any] = field(default_factory=dict)
+    burstiness: float = 1.0
+    ramp: Ramp | None = None
     think_seconds: float = 0.0
     priority_per_output_token: int = 0
     requirements: tuple[Requirement, ...] = ()
@@ -109,6 +111,7 @@ def read_scenario(path: Path) -> Scenario:
         dataset = load.pop("dataset")
         if dataset not in KINDS:
             raise ValueError(f"{path}: dataset {dataset!r} must be one of {', '.join(KINDS)}")
+        ramp = load.pop("ramp", None)
         scenario = Scenario(
             row=table.pop("row"),
             title=table.pop("title"),
@@ -119,6 +122,8 @@ def read_scenario(path: Path) -> Scenario:
             serves=table.pop("serves", ""),
             lengths=_lengths(dataset, load),
             sampling=load.pop("sampling", {}),
+            burstiness=float(load.pop("burstiness", 1.0)),
+            ramp=Ramp(**ramp) if ramp else None,
             think_seconds=float(load.pop("think_seconds", 0.0)),
             priority_per_output_token=load.pop("priority_per_output_token", 0),
             requirements=tuple(Requirement(**r) for r in table.pop("require", ())),

@@ -217,7 +217,7 @@ class Benchmark:
         if not self.args.no_warm_up:
             prompts = self.prompts(scenario, scenario.warm_up_prompts, WARM_UP_SEED)
             point = replace(scenario.points[0], request_rate=math.inf)
-            load = self.load(spec, running, scenario, point, check_tokens=True)
+            load = self.load(spec, running, replace(scenario, ramp=None), point, check_tokens=True)
             summary = run_load(load, prompts).summary
             warm_up = {key: summary[key] for key in WARM_UP_KEYS}
             self.failed_requests += summary["failed"]
@@ -323,7 +323,7 @@ class Benchmark:
             backend=spec.backend, url=running.url, model=running.model, request_rate=point.request_rate,
             max_concurrency=point.max_concurrency, seed=scenario.seed, workers=self.args.workers,
             time_limit=max(5.0, self.remaining()), check_tokens=check_tokens, extra_body=scenario.sampling,
-            think_seconds=scenario.think_seconds,
+            burstiness=scenario.burstiness, ramp=scenario.ramp, think_seconds=scenario.think_seconds,
             priority_per_output_token=scenario.priority_per_output_token if spec.backend in OPENAI else 0,
         )  # fmt: skip
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 from running import ROOT, TIMEOUT_S
 
-INTERRUPT = "\x03"
+END_OF_FILE, INTERRUPT = "\x04", "\x03"
 
 
 class Terminal:

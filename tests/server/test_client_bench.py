@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`client bench` and `client report` against real servers."""
+"""`client bench`, `client report` and `client chat` against real servers."""
 
 import csv
 import json
 import math
 import re
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +15,8 @@ from unittest.mock import Mock, patch
 
 import pytest
 from openai_server import OpenAiServer
-from running import Server
-from terminals import INTERRUPT, terminal
+from running import ROOT, EngineWatch, Server, wait_for
+from terminals import END_OF_FILE, INTERRUPT, terminal
 
 from client import bench, generate, report
 from client.configurations import base_label
@@ -190,3 +193,48 @@ def test_what_a_stream_holds_is_counted_however_it_is_cut() -> None:
         for at in range(0, len(stream), size):
             reader.data_received(stream[at : at + size])
         assert sum(counted) == 3 and sent.write.call_count == 2, size
+
+
+def test_chat_in_a_terminal(server: Server, watch: EngineWatch) -> None:
+    with terminal("chat", "--url", server.url, "--form", "question", "--max-tokens", "12") as shell:
+        shell.until("you> ")
+        shell.type("Who is Anna?\n")
+        line = re.compile(r"\[\d+ tokens, TTFT [\d,]+ ms, [\d.,]+ tok/s, [\d.]+ s\]")
+        shell.until(lambda shown: bool(line.search(shown)))
+        at = len(shell.shown)
+        shell.type("/system Be brief.\n")
+        shell.until("system prompt: Be brief.", at)
+        shell.type("/history\n")
+        shown = shell.until("model: ", at)
+        assert "system: Be brief." in shown and "you: Who is Anna?" in shown
+
+        # A long answer, stopped: the server forgets it.
+        before = watch.status().cancellations
+        for words in ("/set max_tokens 1500", "/set min_tokens 1500", "/set end_id 1048576", "/reset"):
+            shell.type(words + "\n")
+        shell.until(lambda shown: "is forgotten" in shown and shown.endswith("you> "), at)
+        at = len(shell.shown)
+        shell.type("Tell me a story.\n")
+        shell.until(lambda shown: len(shown) > 160, at)
+        shell.type(INTERRUPT)
+        shell.until("stopped]", at)
+        wait_for(lambda: watch.status().cancellations == before + 1, "the cancellation")
+        shell.type("/nonsense\n")
+        # At a prompt: before, the terminal would take it for the end of what nobody reads.
+        shell.until(lambda shown: "/nonsense; " in shown and shown.endswith("you> "), at)
+        time.sleep(0.2)
+        shell.type(END_OF_FILE)
+        assert shell.rest() == 0
+
+
+def test_chat_through_a_pipe(door: OpenAiServer) -> None:
+    words = [sys.executable, "-m", "client", "chat", "--backend", "openai-chat", "--url", door.url]
+    lines = "What is it?\nAnd then?\n/set temperature -1\nOnce more?\n/history\n"
+    done = subprocess.run(
+        [*words, "--max-tokens", "8", "--temperature", "0"],
+        cwd=ROOT, input=lines, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert done.stdout.count(" tokens, TTFT") == 2 and "\x1b" not in done.stdout and "you>" not in done.stdout
+    assert done.stderr.startswith("error: HTTP 4") and "temperature" in done.stderr
+    assert "you: And then?" in done.stdout and "you: Once more?" not in done.stdout

@@ -2,6 +2,8 @@
 """The load generator's data, arrivals, limits and search; its conversations against a local HTTP server."""
 
 import json
+import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ from streaming_server import StreamingServer
 from answering import answering, response
 from client import bench, find_rate, grpc_wire, measured, ready, report, report_plots, wire
 from client.bench_options import make_parser
-from client.datasets import Part, Prompt, load_prompts
+from client.datasets import Part, Prompt, Ramp, arrival_times, load_prompts
 from client.load import Load, run_load
 from client.metrics import RequestRecord, format_table, goodput, summarise
 from client.scenarios import find_scenario, read_scenario, scenario_files
@@ -23,6 +25,20 @@ ROOT = Path(__file__).parents[2]
 
 def record(index, ttft, latency, tokens=11, error=None, end=1.0):
     return RequestRecord(index, 5, tokens, ttft=ttft, latency=latency, end=end, chunks=tokens, error=error)
+
+
+def test_ramps_offer_the_rates_that_they_say():
+    for ramp in (Ramp(2, 10), Ramp(10, 2), Ramp(2, 10, exponential=True), Ramp(5, 5)):
+        times = arrival_times(3000, math.inf, 0, burstiness=math.inf, ramp=ramp)
+        assert times == sorted(times) and times[-1] == pytest.approx(3000 / ramp.mean)
+        for gaps, rate in ((times[:11], ramp.start), (times[-11:], ramp.end)):
+            assert 10 / (gaps[-1] - gaps[0]) == pytest.approx(rate, rel=0.05)
+    half = Ramp(1, 16, exponential=True)
+    times = np.array(arrival_times(4000, math.inf, 0, burstiness=math.inf, ramp=half))
+    middle = times[-1] / 2
+    assert ((times > middle - 5) & (times < middle + 5)).sum() / 10 == pytest.approx(4.0, rel=0.05)
+    with pytest.raises(ValueError, match="between two rates over 0"):
+        Ramp(0, 5)
 
 
 def test_data_sets_have_the_lengths_that_were_asked_for():
@@ -43,6 +59,20 @@ def test_data_sets_have_the_lengths_that_were_asked_for():
     assert [len(p.later) for p in talks] == [2, 2]
     with pytest.raises(ValueError, match="mixed needs parts"):
         load_prompts("mixed", tokenizer, 2, 1, parts=[])
+
+
+def test_conversations_of_a_file(tmp_path):
+    turns = ["how do you do", "well", "and now", "better", "no answer follows"]
+    path = tmp_path / "talks.json"
+    path.write_text(json.dumps([{"conversations": [{"value": text} for text in turns]}]))
+    tokenizer = small_tokenizers.byte_level()
+    (whole,) = load_prompts(f"conversations:{path}", tokenizer, 1, 0, turns=9)
+    assert (whole.text, [p.text for p in whole.later]) == (turns[0], [turns[2]])
+    assert whole.later[0].output_tokens == len(tokenizer.encode(turns[3], add_special_tokens=False).ids)
+    (short,) = load_prompts(f"conversations:{path}", tokenizer, 1, 0, turns=1)
+    assert short.later == ()
+    with pytest.raises(ValueError, match="1 usable conversations, 2 were asked for"):
+        load_prompts(f"conversations:{path}", tokenizer, 2, 0, turns=9)
 
 
 @pytest.mark.parametrize("slots", [None, 1])
@@ -155,6 +185,7 @@ def test_conversations_ask_for_adapters_in_turns(server):
         Load("triton-grpc", "http://127.0.0.1:8001", lora_modules=("sql",))
 
 
+RAMP = "ramp.toml"  # a scenario
 FIND = ["--find-rate", "1:2", "--limit", "p99_ttft=1"]
 WRONG = [
     (["--priority-per-output-token", "-1"], "a Triton ensemble knows the length by max_tokens"),
@@ -171,13 +202,18 @@ WRONG = [
     (["--limit", "p99_ttft=100"], "--find-rate and --limit go together"),
     (["--limit", "ttft=100"], "must have the form p99_ttft=200"),
     (["--find-rate", "4:1", "--limit", "p99_ttft=1"], "two rates LOW:HIGH"),
+    (["--ramp", "1:4", "--request-rate", "3"], "--ramp says the rate"),
+    (["--ramp", "1:4:fast"], "such as 5:50 or 5:50:exponential"),
     (["--percentiles", "50,101"], "numbers from 0 to 100"),
     (["--goodput", "itl=3"], "the form ttft=200"),
     (["--part", "1,2"], "the form WEIGHT,IN,OUT"),
+    (["--burstiness", "0"], "must be a number over 0"),
     (["--temperature", "nan"], "'nan' must be a number"),
+    (["--burstiness", "0.5"], "--burstiness shapes arrivals"),
     (["--find-rate", "1:4", "--limit", "p99_ttft=1", "--num-prompts", "9"],
      "sends its rate times --try-seconds"),
     (["--scenario", "small", "--find-rate", "1:4", "--limit", "p99_ttft=1"], "scenarios that say a rate"),
+    (["--scenario", RAMP, "--find-rate", "1:4", "--limit", "p99_ttft=1"], "scenarios that say a rate"),
     (["--try-seconds", "3"], "--try-seconds is for --find-rate"),
     (["--save-itl"], "--save-itl needs --output or --csv"),
     (["--respect-eos", "--no-check-tokens"], "with --respect-eos nothing else says"),
@@ -192,7 +228,7 @@ WRONG = [
     (["--dataset", "multi-turn", "--turns", "1", "--think-time", "3"], "--think-time is between two turns"),
     (["--tokenizer", "/nonexist"], "must name a folder that holds tokenizer.json"),
     (["--dataset", "foo"],
-     "dataset 'foo' must be random, sharegpt:FILE, mixed, shared-prefix or multi-turn"),
+     "dataset 'foo' must be random, sharegpt:FILE, mixed, shared-prefix, multi-turn or conversations:FILE"),
     (["--dataset", "sharegpt:/nonexist"], "/nonexist cannot be read (No such file or directory)"),
     (["--request-rate", "0"], "'0' must be a number of requests/s over 0, or inf"),
     (["--max-concurrency", "0"], "'0' must be a whole number of at least 1"),
@@ -219,6 +255,9 @@ WRONG = [
 @pytest.mark.parametrize("arguments, message", WRONG)
 def test_wrong_arguments(server, load, tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
+    if RAMP in arguments:
+        text = (ROOT / "perf_configs/scenarios/protocols/small.toml").read_text()
+        Path(RAMP).write_text(re.sub("request_rates = .*", "ramp = { start = 1.0, end = 5.0 }", text))
     before = {*tmp_path.iterdir()}
     with pytest.raises(SystemExit) as end:
         bench.main([*load, *arguments])
@@ -245,6 +284,7 @@ def test_a_model_that_the_server_does_not_have_is_named():
 
 
 def test_grpc_answers_tell_what_those_over_http_do():
+    import numpy as np
     from tritonclient.grpc import service_pb2
 
     def message(final: bool, **outputs: str | int) -> bytes:

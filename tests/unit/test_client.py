@@ -499,8 +499,9 @@ def test_workers_end_with_a_load_generator_that_is_terminated(tokenizer_folder):
         server.close()
 
 
-def test_generating_needs_the_standard_library_alone():
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_generating_and_chatting_need_the_standard_library_alone(command):
     # -S: no site-packages. The folder of an editable install is on no path of it either.
-    words = [sys.executable, "-S", "-E", "-m", "client", "generate", "--help"]
+    words = [sys.executable, "-S", "-E", "-m", "client", command, "--help"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0 and "--url" in done.stdout, done.stderr
