@@ -275,6 +275,14 @@ def test_what_large_bodies_need_is_done_in_threads() -> None:
         assert api.call("/detokenize", json.dumps(tokens).encode())[2]["prompt"]
         assert seen == [in_loop, in_loop]
         seen.clear()
+    backend = api.served.tokenizer.backend
+    named = SimpleNamespace(encode_batch=api.served.tokenizer.encode_batch, backend=backend)
+    api.served.tokenizer, named.backend = named, SimpleNamespace(id_to_token=watched(backend.id_to_token))  # type: ignore[assignment]
+    for size, in_loop in ((8, True), (LARGE_BODY, False)):
+        asked = {"prompt": "ab " * (size // 3), "return_token_strs": True}
+        assert len(api.call("/tokenize", json.dumps(asked).encode())[2]["token_strs"]) > size // 4
+        assert {*seen} == {in_loop}
+        seen.clear()
 
 
 def test_a_request_waits_for_an_engine_that_is_not_seen_yet() -> None:

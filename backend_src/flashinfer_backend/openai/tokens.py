@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """/tokenize and /detokenize."""
 
+import asyncio
 from typing import Any
+
+import msgspec
+from starlette.responses import Response
 
 from flashinfer_backend.openai.chat import Conversation, render
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.requests import DetokenizeRequest, TokenizeRequest, decode
 from flashinfer_backend.openai.sampling import check_ids
-from flashinfer_backend.openai.served_model import Answering, ServedModel
+from flashinfer_backend.openai.served_model import LONG_TEXT, Answering, ServedModel
 from flashinfer_backend.openai.template import plain_messages
 from flashinfer_backend.openai.tools import read_tools
 
@@ -30,12 +34,18 @@ def tokenize(served: ServedModel, body: bytes) -> Answering:
         )
         text = render(served, conversation)
 
-    async def answer() -> dict[str, Any]:
+    async def answer() -> Response:
         (ids,) = await served.encode([text], special, field=field)
-        found: dict[str, Any] = {"count": len(ids), "max_model_len": served.limits.max_seq_len, "tokens": ids}
-        if request.return_token_strs:
-            found["token_strs"] = [served.tokenizer.backend.id_to_token(i) for i in ids]
-        return found
+        most = served.limits.max_seq_len
+
+        def content() -> bytes:
+            found: dict[str, Any] = {"count": len(ids), "max_model_len": most, "tokens": ids}
+            if request.return_token_strs:
+                found["token_strs"] = [served.tokenizer.backend.id_to_token(i) for i in ids]
+            return msgspec.json.encode(found)
+
+        made = content() if len(ids) < LONG_TEXT else await asyncio.to_thread(content)
+        return Response(made, media_type="application/json")
 
     return answer
 
