@@ -104,8 +104,8 @@ def graphed(state: DeviceState) -> list[GraphedAttention]:
 
 
 def replay_graphs(monkeypatch: Any) -> list[ReplayedCapture]:
-    """Graphs without a GPU, of up to 64 tokens of a step, and times of theirs that are the same each time.
-    What is captured for each runner."""
+    """Graphs without a GPU, of up to 48 tokens of a step or 96, and times of theirs that are the same each
+    time. What is captured for each runner."""
     captures: list[ReplayedCapture] = []
 
     def capture() -> ReplayedCapture:
@@ -113,19 +113,20 @@ def replay_graphs(monkeypatch: Any) -> list[ReplayedCapture]:
         return captures[-1]
 
     monkeypatch.setattr(runner, "GraphCapture", capture)
-    for module in (runner, graphs):
-        monkeypatch.setattr(module, "MIXED_SIZES", [8, 16, 32, 48])
+    monkeypatch.setattr(graphs, "MIXED_SIZES", [8, 16, 32, 48])
+    monkeypatch.setattr(graphs, "FURTHER_SIZES", [64, 96])
     monkeypatch.setattr(graphs.MixedGraphs, "_layer_seconds", lambda _, size: float(size))
     monkeypatch.setattr(graphs, "replay_seconds", lambda replay: replay() or 1.0)
     return captures
 
 
-@pytest.mark.parametrize("feature", ["one group", "windows", "adapters", "states"])
+@pytest.mark.parametrize("feature", ["one group", "windows", "adapters", "states", "experts"])
 def test_a_runner_with_graphs_gives_the_tokens_of_one_without(
     feature: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """With windows, those of two lengths, in turn with layers that see all. With adapters, rows of two and
-    rows without any. With states, steps with prompts go in pieces."""
+    rows without any. With states, steps with prompts go in pieces; with experts next to them, larger ones
+    too."""
     windows, options = feature == "windows", {}
     captures = replay_graphs(monkeypatch)
     params = [SamplingParams(max_tokens=20 + 4 * i, temperature=0.7 * (i % 2), seed=i) for i in range(12)]
@@ -134,8 +135,13 @@ def test_a_runner_with_graphs_gives_the_tokens_of_one_without(
         kinds = ["sliding_attention", "full_attention"]
         changes = {"use_sliding_window": True, "sliding_window": 21, "layer_types": kinds}
         folder = make_checkpoint("qwen3", tmp_path / "model", **changes)
-    if feature == "states":
-        folder = make_checkpoint("qwen3.5", tmp_path / "model")
+    if feature in ("states", "experts"):
+        folder = make_checkpoint("qwen3.5" if feature == "states" else "qwen3.5-moe", tmp_path / "model")
+    pieces: list[int] = []  # tokens of steps that go in pieces
+    run = graphs.MixedGraphs.run
+    monkeypatch.setattr(
+        graphs.MixedGraphs, "run", lambda own, ids, *rest: pieces.append(len(ids)) or run(own, ids, *rest)
+    )
     if feature == "adapters":
         options = {"max_loras": 2, "max_lora_rank": 8}
         for seed in range(2):
@@ -157,7 +163,8 @@ def test_a_runner_with_graphs_gives_the_tokens_of_one_without(
     assert captures[0].replays > 50 and len(attentions) == 1 + windows
     for attention in attentions:
         planned = attention.planned
-        assert sum(each.taken for each in planned) or feature == "states"
+        assert sum(each.taken for each in planned) or feature in ("states", "experts")
+    assert (max(pieces, default=0) > 48) == (feature == "experts")
     assert feature != "one group" or sum(each.refused for each in attentions[0].planned)
     assert produced[0] == produced[1]
     if options:

@@ -35,6 +35,7 @@ from flashinfer_backend.attention.contract import Captured, Prepared, StepShape
 from flashinfer_backend.attention.prefixes import Prefixes
 from flashinfer_backend.core.draft_counts import SIZES, draft_counts, drafted_shapes
 from flashinfer_backend.core.step import NONE, Feeds, StepPlan, Wants, greedy_plan
+from flashinfer_backend.models.spec import ModelSpec
 from flashinfer_backend.models.transformer import AttentionLayer, Recurrent, Stream, Taps
 from flashinfer_backend.ops.weight import Chosen
 from flashinfer_backend.worker.device_state import DeviceState
@@ -46,6 +47,9 @@ COLUMNS = 5  # int32 words per row of a graph's input, besides attention's and a
 # Numbers of tokens of mixed steps. Beyond the last one the device takes longer than the host, so nothing is
 # gained. Padding costs about 3 % of a step for 16 tokens of 256, so they are dense.
 MIXED_SIZES = [8, 16, 24, 32, 48, *range(64, 512, 16), *range(512, 1025, 32)]
+# Of models with delta nets and experts, which have some 20 kernels a layer, each a short one: on an H100 the
+# host takes 55 ms for a step of Qwen3.5-35B-A3B, and the device 25 ms for one of 1064 tokens.
+FURTHER_SIZES = [*range(1152, 2049, 128)]
 LARGEST_SHARING = 512  # tokens of a mixed step whose decode rows read shared prefixes once
 TIMED_REPLAYS = 10
 TIMED_CONTEXT = 512  # tokens in front of timed steps: attention of several tokens a row grows faster with it
@@ -82,6 +86,11 @@ def default_sizes(max_num_seqs: int) -> list[int]:
     such a step takes longer than one of 48."""
     sizes = [1, 2, 4, 8, 16, 24, 32, *range(48, 256, 8), *range(256, 512, 16), *range(512, 1025, 32)]
     return [size for size in sizes if size < max_num_seqs] + [min(max_num_seqs, 1024)]
+
+
+def mixed_sizes(model: ModelSpec) -> list[int]:
+    """Numbers of tokens of mixed steps to capture."""
+    return MIXED_SIZES + (FURTHER_SIZES if model.delta_nets and model.experts is not None else [])
 
 
 def sharing_sizes(sizes: list[int]) -> list[int]:
@@ -442,7 +451,8 @@ class MixedGraphs:
         """adapted: tokens have adapters."""
         self._state, self._model = state, state.model
         model, attention, block_table = state.model, state.attention, state.block_table
-        self.largest = MIXED_SIZES[-1]
+        self._sizes = mixed_sizes(model.spec)
+        self.largest = self._sizes[-1]
         heads, device = model.spec.attention, model.device
         # Ids, positions, and cache locations in each cache group.
         self._inputs = torch.zeros((2 + len(state.groups), self.largest), dtype=torch.int32, device=device)
@@ -466,7 +476,7 @@ class MixedGraphs:
         self._sharing: dict[int, FullStep] = {}
         self._capture_graph = capture
         with torch.inference_mode():
-            for size in reversed(MIXED_SIZES):  # the largest first, so that the others fit its memory
+            for size in reversed(self._sizes):  # the largest first, so that the others fit its memory
                 self._capture(size)
                 most = min(size, block_table.shape[0] - 1)
                 # Few decode rows are cut up otherwise than many.
@@ -482,12 +492,12 @@ class MixedGraphs:
                         self._sharing[size] = full
                 capture.sizes += 1
         # All ranks must pad to the same sizes.
-        times = model.collectives.agreed([self._layer_seconds(size) for size in MIXED_SIZES])
-        self._best = fastest_sizes(MIXED_SIZES, times)
+        times = model.collectives.agreed([self._layer_seconds(size) for size in self._sizes])
+        self._best = fastest_sizes(self._sizes, times)
 
     def padded(self, tokens: int) -> int:
         """The number of tokens to run a step of `tokens` with."""
-        return self._best[bisect_left(MIXED_SIZES, tokens)] if tokens <= self.largest else tokens
+        return self._best[bisect_left(self._sizes, tokens)] if tokens <= self.largest else tokens
 
     def plan_full(self, size: int, batch: AttentionBatch) -> FullStep | None:
         """The full graph of a step of `size` tokens (padding included), its attention planned; None where

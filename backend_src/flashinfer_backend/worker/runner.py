@@ -33,7 +33,7 @@ from flashinfer_backend.worker.adapters import AdapterLoader
 from flashinfer_backend.worker.device_state import DeviceState
 from flashinfer_backend.worker.drafting import Drafting, Fed
 from flashinfer_backend.worker.gpu_turns import GpuTurn
-from flashinfer_backend.worker.graphs import MIXED_SIZES, DecodeGraphs, GraphCapture, MixedGraphs, Replayed
+from flashinfer_backend.worker.graphs import DecodeGraphs, GraphCapture, MixedGraphs, Replayed, mixed_sizes
 from flashinfer_backend.worker.ranks import ADAPTER, TRACE, OtherRanks, loaded_message
 from flashinfer_backend.worker.trace import StepTrace
 
@@ -108,7 +108,7 @@ class Runner:
         gc.disable()  # destroying an old graph while a new one is captured would spoil the capture
         capture, state = GraphCapture(), self.state
         drafts = self.drafting.proposer.count if self.drafting is not None else 0
-        total = len(set(sizes)) + len(drafted_shapes(sizes, drafts)) + len(MIXED_SIZES)
+        total = len(set(sizes)) + len(drafted_shapes(sizes, drafts)) + len(mixed_sizes(state.model.spec))
         total *= 1 if self.adapters is None else 2
         try:
             with telling(lambda: f"captured the graphs of {capture.sizes} of {total} sizes of steps"):
