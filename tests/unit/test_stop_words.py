@@ -56,9 +56,11 @@ def first_match(text: str, words: list[str], after: int = 0) -> tuple[int, int, 
 
 
 def sent_text(words: list[str], kind: str, ids: list[int], cuts: list[int], hold_back: bool, **more) -> str:
-    """What a client reads: each chunk through a stateless decoder, cut where a stop word says so."""
+    """What a client reads: each chunk through a stateless decoder, cut where a stop word says so. Also that a
+    match says where its word is, and that no id is held which can begin none."""
     decoder = DECODERS[kind]
     matcher = matcher_of(words, decoder, hold_back=hold_back, **more)
+    every = [*words, *more.get("id_words", ())]
     edges = sorted({0, len(ids), *(cut for cut in cuts if cut < len(ids))})
     text, sent = "", 0
     for begin, end in itertools.pairwise(edges):
@@ -69,9 +71,30 @@ def sent_text(words: list[str], kind: str, ids: list[int], cuts: list[int], hold
         if match is not None:
             assert 0 < match.ids <= end - begin
             assert match.end <= len(piece)
+            assert (match.text_begin, match.text_end) == (len(text) + match.begin, len(text) + match.end)
+            word, known = every[match.word], ids[: begin + match.ids]
+            if isinstance(word, str):
+                assert (text + piece)[match.text_begin : match.text_end] == word
+            else:
+                assert known[-len(word) :] == word
             return text + piece[: match.begin if hold_back else match.end]
         text, sent = text + piece, stop
+        if matcher.held:
+            assert hold_back and any(begins(word, ids[:end], decoder, sent) for word in every)
     return text + decoder.delta(ids[max(0, sent - CONTEXT_IDS) : sent], ids[sent:], True)
+
+
+def begins(word: str | list[int], ids: list[int], decoder: DeltaDecoder, held: int) -> bool:
+    """Whether the word may have begun within the id at `held`."""
+    if not isinstance(word, str):
+        return ids[held:] == word[: len(ids) - held]
+    text, begin, end = (sum_of_deltas(decoder, ids[:n]) for n in (len(ids), held, held + 1))
+    places = range(len(begin), max(len(end), len(begin) + 1))
+    return any(text[at:] and word.startswith(text[at:]) for at in places)
+
+
+def sum_of_deltas(decoder: DeltaDecoder, ids: list[int]) -> str:
+    return "".join(decoder.delta(ids[max(0, n - CONTEXT_IDS) : n], [i], False) for n, i in enumerate(ids))
 
 
 small_text = st.text(alphabet="ab é京", max_size=25)
@@ -93,64 +116,12 @@ def test_a_client_reads_up_to_the_first_stop_word(kind, text, words, cuts, hold_
     assert sent_text(words, kind, ids, cuts, hold_back, free=free) == full
 
 
-def test_a_word_inside_a_token_and_across_chunks():
-    token = next(i for i in range(300, 400) if len(BYTES.decode([i])) == 3)
-    inner = BYTES.decode([token])[1]
-    assert matcher_of([inner], BYTES).feed([token]) == StopMatch(0, 1, 2, 1, 2, 1)
-    matcher = matcher_of(["xx", "bcd"], BYTES)
-    assert matcher.feed(letters("ab")) is None
-    assert matcher.feed(letters("cde")) == StopMatch(1, -1, 2, 1, 4, 2)
-
-
-def test_what_may_begin_a_word_is_held():
-    matcher = matcher_of(["aab", "xyz"], BYTES, hold_back=True)
-    held = []
-    for letter in letters("caxaa"):
-        assert matcher.feed([letter]) is None
-        held.append(matcher.held)
-    assert held == [0, 1, 1, 1, 2]
-    assert matcher.feed(letters("a")) is None
-    assert matcher.held == 2, "the first a of aaa can begin no stop word any more"
-    assert matcher.feed(letters("b")) == StopMatch(0, 0, 3, 4, 7, 1)
-
-
-def test_nothing_is_held_unless_asked():
-    matcher = matcher_of(["ab"], BYTES)
-    assert matcher.feed(letters("a")) is None
-    assert matcher.held == 0
-
-
 def test_behind_a_prompt_the_leading_space_stays():
     tokenizer = sentencepiece()
     the = tokenizer.token_to_id("▁the")
     decoder = DECODERS["sentencepiece"]
     assert matcher_of([" the"], decoder).feed([the]) is None
     assert matcher_of([" the"], decoder, context_ids=[the]).feed([the]) == StopMatch(0, 0, 4, 0, 4, 1)
-
-
-def test_id_words_are_found_where_their_ids_write_nothing():
-    turn = byte_level().token_to_id("<|turn|>")
-    word = [turn, *letters("ab")]
-    matcher = matcher_of(["zz"], BYTES, id_words=[[], word])
-    assert matcher.feed([*letters("xab"), turn, *letters("a")]) is None
-    assert matcher.held == 0
-    assert matcher.feed(letters("bc")) == StopMatch(2, -1, 1, 3, 5, 1)
-    alone = matcher_of([], BYTES, id_words=[[turn]])
-    assert alone.feed([*letters("x"), turn]) == StopMatch(0, 1, 1, 1, 1, 2)
-
-
-def test_ids_that_may_begin_an_id_word_are_held():
-    turn = byte_level().token_to_id("<|turn|>")
-    matcher = matcher_of(["xyz"], BYTES, hold_back=True, id_words=[[turn, turn, *letters("a")]])
-    held = []
-    for i in [*letters("x"), turn, turn, turn, *letters("b"), turn, *letters("x")]:
-        assert matcher.feed([i]) is None
-        held.append(matcher.held)
-    # The x is held for the text xyz, through ids that write nothing.
-    assert held == [1, 2, 3, 4, 0, 1, 1]
-    assert matcher.feed([turn, turn]) is None
-    assert matcher.held == 3
-    assert matcher.feed(letters("a")) == StopMatch(1, 1, 2, 3, 4, 1)
 
 
 @settings(max_examples=200, deadline=None)
