@@ -2,7 +2,6 @@
 """An ensemble that was built without the outputs of log probs, logits and perf metrics, and whose texts hold
 special tokens. The bundled model writes some between two of its stories."""
 
-import functools
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from contract import (
     TEXT,
     answers,
     body,
-    decode,
     encode,
     events,
     flag,
@@ -20,7 +18,6 @@ from contract import (
     ids_request,
     text_of,
     tokenizer,
-    words,
 )
 from running import Server
 from test_contract_outputs import ALWAYS, ASKED
@@ -59,56 +56,13 @@ def test_llm_itself_has_all_outputs(bare: Server) -> None:
     assert result.as_numpy("output_log_probs").shape[-1] == 4
 
 
-N = 135
-
-
-@functools.cache
-def told() -> list[int]:
-    return greedy(PROMPT, N)
-
-
-def shown(ids: list[int]) -> str:
-    return str(tokenizer().decode(ids, skip_special_tokens=False))
-
-
-def answer(server: Server, stream: bool, **more: Any) -> str:
-    return text_of(events(server, N, **more)) if stream else str(generate(server, N, **more)[TEXT])
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_texts_with_special_tokens_are_cut_at_the_stop_word(bare: Server, stream: bool) -> None:
-    text = shown(told())
-    word = text[text.index("<|begin_of_text|>") + 20 :][:8]
+def test_texts_with_special_tokens_are_cut_at_the_stop_word(bare: Server) -> None:
+    ids = greedy(PROMPT, 135)
+    text = str(tokenizer().decode(ids, skip_special_tokens=False))
+    special = "<|begin_of_text|>"
+    word = text[text.index(special) + 20 :][:8]
     begin = text.index(word)
-    assert begin > text.index("<|begin_of_text|>"), "the words before are not it"
-    for excluded, end in ((False, begin + len(word)), (True, begin)):
-        values = {"stop_words": [word], "exclude_stop_words_in_output": excluded}
-        assert answer(bare, stream, **values) == text[:end]
-    special = {"stop_words": ["<|begin_of_text|>"], "exclude_stop_words_in_output": True}
-    assert answer(bare, stream, **special) == text[: text.index("<|begin_of_text|>")]
-
-
-def test_the_prompt_in_front_of_the_answer_shows_its_special_tokens(bare: Server) -> None:
-    text = decode(told())
-    word = text[30:36]
-    status, found = bare.post(body(N, stop_words=[word], exclude_input_in_output=False))
-    assert status == 200
-    assert found[TEXT] == "<|begin_of_text|>" + PROMPT + text[: text.index(word) + len(word)]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_stop_words_with_special_tokens(contract: Server, stream: bool) -> None:
-    """Special tokens are left out of this server's texts, so such a word is found by its ids."""
-    begin = told().index(words("<|end_of_text|>")[0])
-    ids = told()[begin : begin + 6]
-    word = shown(ids)
-    assert words(word) == ids
-    for excluded, end in ((False, begin + len(ids)), (True, begin)):
-        values = {"stop_words": ["never said", word], "exclude_stop_words_in_output": excluded}
-        assert answer(contract, stream, **values) == decode(told()[:end])
-    # Ids, their number and their log probabilities are of all that was generated.
-    more = {"return_log_probs": True, "return_num_output_tokens": True, "exclude_stop_words_in_output": True}
-    if not stream:
-        found = generate(contract, N, stop_words=[word], **more)
-        assert found["finish_reason"] == "stop"
-        assert found["num_output_tokens"] == len(found["output_log_probs"]) == begin + len(ids)
+    assert begin > text.index(special), "the words before are not it"
+    for stop, end in ((word, begin), (special, text.index(special))):
+        values = {"stop_words": [stop], "exclude_stop_words_in_output": True}
+        assert generate(bare, 135, **values)[TEXT] == text_of(events(bare, 135, **values)) == text[:end]
