@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the models of Triton's door refuse: the input, words of the error. What comes after them goes on.
 
-Statuses of its endpoints are in test_contract_errors.py, values of tensors in tests/unit/test_requests.py,
-and what the OpenAI API refuses in tests/unit/test_openai_refusals.py.
+Statuses of its endpoints are in test_contract_errors.py, names and values of tensors in
+tests/unit/test_requests.py and test_preprocessing.py, and what the OpenAI API refuses in
+tests/unit/test_openai_refusals.py.
 """
 
 import queue
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 from asking import inputs, int32, strings
-from contract import LLM, PROMPT, answers, encode, flag, greedy, ids_request, logits, number, refusal
+from contract import LLM, PROMPT, answers, encode, greedy, ids_request, logits, refusal
 from running import Server
 
 ENSEMBLE: list[tuple[str, np.ndarray, str]] = [
@@ -26,56 +27,14 @@ ENSEMBLE: list[tuple[str, np.ndarray, str]] = [
     ("lora_weights", np.ones((1, 2, 4), np.float16), "lora_weights"),
     ("lora_config", np.ones((1, 2, 3), np.int32), "lora_config"),
 ]
-TOKENS: dict[str, np.ndarray] = {
-    "encoder_input_features": np.ones((1, 2, 2), np.float16),
-    "encoder_output_lengths": int32(1),
-    "decoder_input_ids": np.ones((1, 2), np.int32),
-    "cross_attention_mask": np.ones((1, 2, 2), bool),
-    "skip_cross_attn_blocks": flag(True),
-    "mrope_rotary_cos_sin": np.ones((1, 2), np.float32),
-    "mrope_position_deltas": np.array([[1]], np.int64),
-    "prompt_embedding_table": np.ones((1, 2, 2), np.float16),
-    "prompt_table_extra_ids": np.ones((1, 2), np.uint64),
-    "prompt_vocab_size": int32(1),
-    "lora_task_id": np.array([[1]], np.uint64),
-    "lora_weights": np.ones((1, 2, 2), np.float16),
-    "lora_config": np.ones((1, 2, 3), np.int32),
-    "draft_input_ids": int32(1),
-    "draft_logits": np.ones((1, 2, 2), np.float32),
-    "draft_acceptance_threshold": number(0.5),
-    **{f"lookahead_{name}_size": int32(2) for name in ("window", "ngram", "verification_set")},
-    "context_phase_params": np.ones((1, 2), np.uint8),
-    **{
-        f"retention_token_range_{name}": int32(1) for name in ("starts", "ends", "priorities", "durations_ms")
-    },
-    **{f"retention_decode_{name}": int32(1) for name in ("priority", "duration_ms")},
-    "beam_width": int32(2),
-    "runtime_top_p_decay": number(0.5),
-}
-PREPROCESSING: dict[str, np.ndarray] = {
-    "DECODER_QUERY": strings("a"),
-    "IMAGE_BYTES": np.ones((1, 1, 2, 2, 3), np.uint8),
-    "IMAGE_URL": strings("https://example.com/a.png"),
-    "VIDEO_BYTES": np.ones((1, 1, 2, 2, 3), np.uint8),
-    "PROMPT_TABLE_EXTRA_ID": np.array([[1]], np.uint64),
-}
-TRITON = [
-    *(("ensemble", *row) for row in ENSEMBLE),
-    *((LLM, name, value, name) for name, value in TOKENS.items()),
-    *(("preprocessing", name, value, name) for name, value in PREPROCESSING.items()),
-]
-ASKED: dict[str, dict[str, np.ndarray]] = {
-    "ensemble": {"text_input": strings(PROMPT), "max_tokens": int32(4)},
-    LLM: ids_request([5, 6], 4),
-    "preprocessing": {"QUERY": strings(PROMPT), "REQUEST_OUTPUT_LEN": int32(4)},
-}
+ASKED = {"text_input": strings(PROMPT), "max_tokens": int32(4)}
 
 
-@pytest.mark.parametrize(("model", "name", "value", "words"), TRITON, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("name", "value", "words"), ENSEMBLE, ids=lambda value: str(value)[:40])
 def test_what_is_not_served_is_refused_by_name(
-    contract: Server, model: str, name: str, value: np.ndarray, words: str
+    contract: Server, name: str, value: np.ndarray, words: str
 ) -> None:
-    message = refusal(contract, model, {**ASKED[model], name: value})
+    message = refusal(contract, "ensemble", {**ASKED, name: value})
     assert words in message and "not supported" in message
 
 

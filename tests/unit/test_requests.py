@@ -175,6 +175,19 @@ def test_stop() -> None:
 
 
 NAN, INFINITY = float("nan"), float("inf")
+UNSUPPORTED = {
+    "encoder-decoder models": "encoder_input_features encoder_output_lengths cross_attention_mask"
+    " skip_cross_attn_blocks",
+    "multimodal prompts": "mrope_rotary_cos_sin mrope_position_deltas",
+    "prompt tuning": "prompt_embedding_table prompt_table_extra_ids prompt_vocab_size",
+    "LoRA": "lora_task_id lora_weights lora_config",
+    "speculative decoding": "draft_input_ids draft_logits draft_acceptance_threshold",
+    "lookahead decoding": "lookahead_window_size lookahead_ngram_size lookahead_verification_set_size",
+    "disaggregated serving": "context_phase_params",
+    "KV cache retention": "retention_token_range_starts retention_token_range_ends"
+    " retention_token_range_priorities retention_token_range_durations_ms"
+    " retention_decode_priority retention_decode_duration_ms",
+}
 
 
 @pytest.mark.parametrize(
@@ -215,16 +228,11 @@ NAN, INFINITY = float("nan"), float("inf")
         ({"beam_width": int32([1], [3])}, "beam_width is 3"),  # of a batch the value that is refused
         ({"runtime_top_p_decay": fp32([0.9])},
          "runtime_top_p_decay is 0.9, which is not supported: this backend has no decay of top_p"),
-        ({"lora_task_id": np.array([[0]], np.uint64)}, "lora_task_id is not supported: .*no LoRA"),
-        ({"prompt_embedding_table": np.ones((1, 2, 3), np.float16)},
-         "prompt_embedding_table is not supported"),
-        ({"draft_input_ids": int32([1])}, "draft_input_ids is not supported: .*no speculative decoding"),
         ({"decoder_input_ids": int32([1, 2])}, "decoder_input_ids is not supported: .* a row has 2 ids"),
         ({"decoder_input_ids": int32([1, 2]), "decoder_input_lengths": int32([2])},
          "decoder_input_ids is not supported"),
         ({"decoder_input_lengths": int32([2])}, "decoder_input_lengths is not supported"),
         ({"decoder_input_lengths": int32([-1])}, "decoder_input_lengths is -1"),
-        ({"encoder_output_lengths": int32([1])}, "encoder_output_lengths is not supported"),
         ({"stop_words_list": int32([7, 8])}, r"stop_words_list holds|stop_words_list has shape"),
         ({"stop_words_list": int32([[7, 8], [3, -1]])}, "Sparse list must not hold offsets beyond its ids"),
         ({"stop_words_list": int32([[7, 8], [2, 1]])}, "Sparse list must not hold offsets that do not grow"),
@@ -242,6 +250,11 @@ NAN, INFINITY = float("nan"), float("inf")
         ({"guided_decoding_guide_type": text([b"json"]), "guided_decoding_guide": text([b"{}"])},
          "for a schema use the type json_schema"),
         ({"stop_words_text": text([b"\xff"])}, "stop_words_text is not UTF-8"),
+        *[
+            ({name: int32([0])}, f"^{name} is not supported: this .* has no {feature};")
+            for feature, names in UNSUPPORTED.items()
+            for name in names.split()
+        ],
     ],
 )  # fmt: skip
 def test_mistakes_are_named(changes: dict[str, Any], message: str) -> None:
