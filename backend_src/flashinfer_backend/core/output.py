@@ -3,6 +3,7 @@
 
 import os
 import sys
+from functools import cache
 
 
 def write(target: int, data: bytes) -> None:
@@ -20,3 +21,9 @@ def write(target: int, data: bytes) -> None:
 
 def say(text: str, target: int = 2) -> None:
     write(target, f"{text}\n".encode(errors="backslashreplace"))
+
+
+@cache
+def say_once(text: str) -> None:
+    """Once in a process. To be called with few texts."""
+    say(text)

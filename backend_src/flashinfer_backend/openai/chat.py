@@ -2,16 +2,16 @@
 """/v1/chat/completions."""
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
 from msgspec import Raw
 from starlette.responses import Response
 
+from flashinfer_backend.core.output import say_once
 from flashinfer_backend.core.values import shown
 from flashinfer_backend.openai.answer import (
     Choices,
@@ -394,23 +394,15 @@ def add_effort(served: ServedModel, variables: dict[str, Any], effort: Any, para
     elif effort == "none":
         pass
     elif served.model.ignore_effort:
-        _log_ignored()
+        say_once(
+            "openai: an effort of reasoning is ignored: the chat template makes no use of reasoning_effort"
+        )
     else:
         raise field_error(
             param,
             f"is {shown(effort)}, but the checkpoint's chat template makes no use of"
             " reasoning_effort. Leave it out, or start the server with --ignore-effort",
         )
-
-
-@cache
-def _log_ignored() -> None:
-    """Once in a process."""
-    print(
-        "openai: an effort of reasoning is ignored: the chat template makes no use of reasoning_effort",
-        file=sys.stderr,
-        flush=True,
-    )
 
 
 class _Reply(Choices):

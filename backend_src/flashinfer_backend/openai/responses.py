@@ -2,10 +2,8 @@
 """/v1/responses: text, reasoning and calls of tools. Responses are kept only with --store-mib."""
 
 import secrets
-import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import msgspec
@@ -13,6 +11,7 @@ from msgspec import Raw
 from starlette.responses import Response
 
 from flashinfer_backend.core.bounds import CONVERSATION
+from flashinfer_backend.core.output import say_once
 from flashinfer_backend.core.values import shown, some
 from flashinfer_backend.openai.answer import encode, respond, unwrapped_text, wrapped_text
 from flashinfer_backend.openai.chat import Conversation, Turn, add_effort
@@ -318,7 +317,7 @@ def offered_tools(tools: Sequence[Mapping[str, Any]]) -> list[Offered]:
     for n, tool in enumerate(tools):
         kind, inner, place = tool.get("type"), tool.get("tools"), f"tools[{n}]"
         if (reason := left_out(tool)) is not None:
-            _log_left_out(reason)
+            _say_left_out(reason)
         elif kind == "namespace":
             if not isinstance(tool.get("name"), str) or not tool["name"]:
                 raise wrong_value(f"{place}.name", tool.get("name"), "a text that is not empty")
@@ -330,7 +329,7 @@ def offered_tools(tools: Sequence[Mapping[str, Any]]) -> list[Offered]:
                     told = f"{inner_place} should be a function or a custom tool"
                     raise ApiError(told, param=inner_place)
                 if (reason := left_out(one)) is not None:
-                    _log_left_out(reason)
+                    _say_left_out(reason)
                 else:
                     found.append(_offered(one, tool["name"], f"{place}.tools[{k}]"))
         elif kind in ("function", "custom"):
@@ -346,6 +345,10 @@ def left_out(tool: Mapping[str, Any]) -> str | None:
     if kind == "custom" and isinstance(form, dict) and form.get("syntax") == "lark":
         return LARK
     return kind if kind in LEFT_OUT else None
+
+
+def _say_left_out(kind: str) -> None:
+    say_once(f"openai: tools of type {kind} are left out of requests to /v1/responses")
 
 
 def _offered(tool: Mapping[str, Any], namespace: str | None, place: str) -> Offered:
@@ -411,14 +414,6 @@ def shown_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 def flat_name(namespace: str | None, name: str) -> str:
     """A function's name for the model."""
     return f"{namespace}__{name}" if namespace else name
-
-
-@cache
-def _log_left_out(kind: str) -> None:
-    """Once in a process."""
-    print(
-        f"openai: tools of type {kind} are left out of requests to /v1/responses", file=sys.stderr, flush=True
-    )
 
 
 def _tool_choice(

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from flashinfer_backend.core.output import say
 from flashinfer_backend.core.parent import end_with_parent
 from flashinfer_backend.openai.model import Model
 from flashinfer_backend.transport.addresses import MOST_FILES, raise_open_files
@@ -116,7 +117,7 @@ async def _run(options: WorkerOptions) -> int:
         metrics = Metrics(Path(options.metrics_dir), Path(options.doors), names, options.number)
         models = _read_models(options, metrics)
     except (OSError, ValueError) as error:
-        print(f"openai: {error}", file=sys.stderr, flush=True)
+        say(f"openai: {error}")
         return NO_MODEL
     server = _make_server(options, models, metrics)
 

@@ -8,7 +8,6 @@ reports.
 """
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from flashinfer_backend.core.output import say
 from flashinfer_backend.transport.endpoint import Endpoint
 from flashinfer_backend.transport.loads import LoadTable
 from flashinfer_backend.transport.prefixes import PrefixTable, PromptHasher
@@ -147,4 +147,4 @@ class Router:
         try:
             self._table = PrefixTable(self._run_dir, len(self._endpoints))
         except OSError as error:
-            print(f"requests go to engines by load alone: prefixes are not known ({error})", file=sys.stderr)
+            say(f"requests go to engines by load alone: prefixes are not known ({error})")

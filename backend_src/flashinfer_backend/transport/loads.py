@@ -10,13 +10,13 @@ for the next process with its pid.
 
 import contextlib
 import os
-import sys
 import threading
 import time
 from pathlib import Path
 
 import numpy as np
 
+from flashinfer_backend.core.output import say
 from flashinfer_backend.transport import rundir
 
 LOOK_AGAIN_S = 1.0  # how often a process looks which others there are, and whether its own file is there
@@ -74,7 +74,7 @@ class LoadTable:
                     self._file.unlink()  # it is there, without its room
                 if not self._complained:
                     self._complained = True
-                    print(f"others do not know what this process has open ({error})", file=sys.stderr)
+                    say(f"others do not know what this process has open ({error})")
                 return
             own[:] = self._own
             self._own, self._inode, self._complained = own, _inode(self._file), False

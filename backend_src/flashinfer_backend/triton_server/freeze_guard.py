@@ -13,7 +13,6 @@ server's models know the difference by each other: each counts tenths of a secon
 
 import contextlib
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from flashinfer_backend.core.output import say
 from flashinfer_backend.transport import rundir
 
 BEAT_S = 0.1
@@ -131,10 +131,8 @@ class FreezeGuard:
 
     def _exit(self) -> None:
         self._file.unlink(missing_ok=True)
-        print(
+        say(
             f"this process stood still for {self._stood_s:.1f} s while others of the server went on. It ends,"
-            " as tritonserver may have given up what waited for it, and other requests would get the answers",
-            file=sys.stderr,
-            flush=True,
+            " as tritonserver may have given up what waited for it, and other requests would get the answers"
         )
         os._exit(1)
