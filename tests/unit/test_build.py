@@ -139,7 +139,7 @@ def test_every_other_parameter_of_llm_is_read_by_its_stub():
         for model, field in knob.places:
             name = field.removeprefix("parameters.")
             if model == "llm" and name != field and name not in known:
-                assert f'self._parameters, "{name}"' in stub or f'self._parameters.get("{name}"' in stub
+                assert f'knob("{name}")' in stub or f'self._parameters.get("{name}"' in stub
 
 
 class Unsaid(EngineConfig, kw_only=True, frozen=True):
