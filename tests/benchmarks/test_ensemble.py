@@ -13,9 +13,9 @@ from client.load import Load, run_load
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.text.chunk import unpack_chunk
 from flashinfer_backend.transport import protocol
-from flashinfer_backend.triton_server.outputs import Place, chunk_outputs
+from flashinfer_backend.triton_server.outputs import chunk_outputs
 from flashinfer_backend.triton_server.requests import Row
-from flashinfer_backend.triton_server.sequence import Sequence
+from flashinfer_backend.triton_server.sequence import Place, Sequence
 
 STREAMS, TOKENS = 32, 64
 CHUNKS = 256
@@ -41,17 +41,15 @@ def test_chunks_of_a_stub(benchmark):
     row = Row(np.array([7, 8], np.int32), params, streaming=True)
     sequences = [Sequence(None, row, Place(), lambda sequence: None) for _ in range(CHUNKS)]
 
+    for sequence in sequences:
+        sequence.handle = 9 << 32
+
     def step():
         made = []
         for sequence in sequences:
             sequence.on_token(5, protocol.RUNNING, None)
             chunk = sequence.take()
-            context = sequence.context_ids
-            made.append(
-                chunk_outputs(
-                    row, sequence.place, 9 << 32, 1, chunk, context, 0.0, {"chunk"}, sequence.reported
-                )
-            )
+            made.append(chunk_outputs(sequence, chunk, 1, {"chunk"}))
             sequence.sent(chunk, 1)
         return made
 

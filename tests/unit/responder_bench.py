@@ -11,10 +11,9 @@ import pytest
 
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.transport import protocol
-from flashinfer_backend.triton_server.outputs import Place
 from flashinfer_backend.triton_server.requests import Row
 from flashinfer_backend.triton_server.responder import Responder
-from flashinfer_backend.triton_server.sequence import OpenRequest, Sequence
+from flashinfer_backend.triton_server.sequence import OpenRequest, Place, Sequence
 from waiting import wait_for
 
 TIMEOUT_S = 120

@@ -20,7 +20,6 @@ from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.transport import protocol
 from flashinfer_backend.triton_server import responder
-from flashinfer_backend.triton_server.outputs import Place
 from flashinfer_backend.triton_server.postprocessing import chunk_text
 from flashinfer_backend.triton_server.requests import Row
 from flashinfer_backend.triton_server.responder import (
@@ -29,7 +28,7 @@ from flashinfer_backend.triton_server.responder import (
     MOST_UNSENT_BYTES,
     SENDER_THREADS,
 )
-from flashinfer_backend.triton_server.sequence import Sequence
+from flashinfer_backend.triton_server.sequence import Place, Sequence
 
 
 @pytest.fixture(scope="module")

@@ -29,12 +29,12 @@ from flashinfer_backend.triton_server.bounds import check_json_logits
 from flashinfer_backend.triton_server.client_watch import ClientWatch, postprocessing_probe
 from flashinfer_backend.triton_server.freeze_guard import FreezeGuard
 from flashinfer_backend.triton_server.metrics import Metrics
-from flashinfer_backend.triton_server.outputs import Place, refuse_unmapped
+from flashinfer_backend.triton_server.outputs import refuse_unmapped
 from flashinfer_backend.triton_server.parameters import knob_value, read_parameters
 from flashinfer_backend.triton_server.request_parameters import read_request_parameters
 from flashinfer_backend.triton_server.requests import LlmLimits, Tensors, is_stop, parse_request
 from flashinfer_backend.triton_server.responder import Responder
-from flashinfer_backend.triton_server.sequence import Sequence, of_ensemble
+from flashinfer_backend.triton_server.sequence import Place, Sequence, of_ensemble
 
 
 class TritonPythonModel:

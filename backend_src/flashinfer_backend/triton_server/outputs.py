@@ -2,7 +2,6 @@
 """What a response of the llm model holds."""
 
 from collections.abc import Container
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -10,23 +9,7 @@ from flashinfer_backend.serving.generation import FINISH_REASONS, Chunk
 from flashinfer_backend.text.chunk import LAST, WHOLE, pack_chunk
 from flashinfer_backend.transport import protocol
 from flashinfer_backend.triton_server.requests import Row
-
-
-@dataclass
-class Reported:
-    """Further values of a stream's chunks so far, for chunks that repeat them."""
-
-    log_probs: list[float] = field(default_factory=list)  # only where each chunk has all so far
-    context_logits: memoryview | None = None  # the last chunk has them once more
-    perf: protocol.Perf | None = None
-
-
-@dataclass
-class Place:
-    """Which of a request's sequences a response belongs to; None where the request has only one."""
-
-    batch_index: int | None = None
-    sequence_index: int | None = None
+from flashinfer_backend.triton_server.sequence import Sequence
 
 
 def refuse_unmapped(rows: list[Row], wanted: Container[str]) -> None:
@@ -52,22 +35,15 @@ def refuse_unmapped(rows: list[Row], wanted: Container[str]) -> None:
 
 
 def chunk_outputs(
-    row: Row,
-    place: Place,
-    handle: int,
-    now: int,
-    chunk: Chunk,
-    context_ids: list[int],
-    cum_log_prob: float,
-    wanted: Container[str],
-    reported: Reported,
+    sequence: Sequence, chunk: Chunk, now: int, wanted: Container[str]
 ) -> dict[str, np.ndarray]:
-    """Tensors by output name, each with a leading batch dimension of 1; only those which are `wanted`.
+    """Tensors of a sequence's next chunk by output name, each with a leading batch dimension of 1; only those
+    which are `wanted`. What the chunk reports is added to `reported` of the sequence.
 
     A row that does not stream is answered with one chunk, in which the prompt comes first unless the
-    row excludes it. `now`: time.monotonic_ns(). `context_ids`: ids sent before. `cum_log_prob`: sum over the
-    sequence so far. `reported`: of the sequence's chunks before this one; this one is added.
+    row excludes it. `now`: time.monotonic_ns().
     """
+    row, place = sequence.row, sequence.place
     ids, flags, max_chars = chunk.ids, LAST if chunk.last else 0, chunk.max_chars
     if not row.streaming:
         flags |= WHOLE
@@ -81,7 +57,7 @@ def chunk_outputs(
         outputs["sequence_length"] = np.array([[len(ids)]], dtype=np.int32)
     # What the ensemble takes in place of the two above.
     if "chunk" in wanted:
-        outputs["chunk"] = pack_chunk(handle, now, flags, max_chars, context_ids, ids)
+        outputs["chunk"] = pack_chunk(sequence.handle, now, flags, max_chars, sequence.context_ids, ids)
     if chunk.last:
         outputs["finish_reason"] = np.array([[FINISH_REASONS[chunk.code].encode()]], dtype=np.object_)
     for name, index in (("batch_index", place.batch_index), ("sequence_index", place.sequence_index)):
@@ -91,21 +67,20 @@ def chunk_outputs(
         outputs["num_input_tokens"] = _integer(len(row.prompt))
     if row.return_num_output_tokens:
         outputs["num_output_tokens"] = _integer(len(chunk.ids))
-    _add_reports(outputs, row, chunk, cum_log_prob, reported)
+    _add_reports(outputs, sequence, chunk)
     return {name: value for name, value in outputs.items() if name in wanted}
 
 
-def _add_reports(
-    outputs: dict[str, np.ndarray], row: Row, chunk: Chunk, cum_log_prob: float, reported: Reported
-) -> None:
-    params, reports = row.params, chunk.reports
+def _add_reports(outputs: dict[str, np.ndarray], sequence: Sequence, chunk: Chunk) -> None:
+    row, reported, reports = sequence.row, sequence.reported, chunk.reports
+    params = row.params
     if params.log_probs:
         log_probs = chunk.log_probs.tolist()
         if row.log_probs_so_far:
             reported.log_probs += log_probs
             log_probs = reported.log_probs
         outputs["output_log_probs"] = np.array([[log_probs]], dtype=np.float32)
-        outputs["cum_log_probs"] = np.array([[cum_log_prob]], dtype=np.float32)
+        outputs["cum_log_probs"] = np.array([[sequence.cum_log_prob]], dtype=np.float32)
     if params.generation_logits:
         rows = [_logits(e.generation_logits, 1)[0] for e in reports if e.generation_logits is not None]
         # The last chunk may have no token. Clients read the output in every chunk.

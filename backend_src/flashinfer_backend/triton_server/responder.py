@@ -167,10 +167,7 @@ class Responder:
 
     def _send_chunk(self, sequence: Sequence, chunk: Chunk) -> None:
         request, now = sequence.request, time.monotonic_ns()
-        outputs = chunk_outputs(
-            sequence.row, sequence.place, sequence.handle, now, chunk, sequence.context_ids,
-            sequence.cum_log_prob, request.outputs, sequence.reported,
-        )  # fmt: skip
+        outputs = chunk_outputs(sequence, chunk, now, request.outputs)
         tensors = [self._pb.Tensor(name, value) for name, value in outputs.items()]
         if not sequence.sent_at:
             self.marks.begin(sequence.handle, now)

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Container
+from dataclasses import dataclass, field
 from typing import Any
 
 from flashinfer_backend.serving.generation import Chunk, Generation
-from flashinfer_backend.triton_server.outputs import Place, Reported
+from flashinfer_backend.transport import protocol
 from flashinfer_backend.triton_server.requests import Row
 
 FAILED = "Executor failed process requestId {} due to the following error: {}"
@@ -101,6 +102,23 @@ class OpenRequest:
         with self._submitting:
             self._dropped = True
         self.cancel_all()
+
+
+@dataclass
+class Reported:
+    """Further values of a stream's chunks so far, for chunks that repeat them."""
+
+    log_probs: list[float] = field(default_factory=list)  # only where each chunk has all so far
+    context_logits: memoryview | None = None  # the last chunk has them once more
+    perf: protocol.Perf | None = None
+
+
+@dataclass
+class Place:
+    """Which of a request's sequences a response belongs to; None where the request has only one."""
+
+    batch_index: int | None = None
+    sequence_index: int | None = None
 
 
 class Sequence(Generation):
