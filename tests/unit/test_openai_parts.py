@@ -114,7 +114,7 @@ def test_the_first_request_makes_no_tables_and_compiles_no_template(monkeypatch:
     served = ServedModel(Model(["m"], EngineConfig(model_dir="bundled")), cast(Any, None))
     monkeypatch.setattr("jinja2.Environment.compile", None)
     monkeypatch.setattr(DeltaDecoder, "_fill_tables", None)
-    assert served.render([{"role": "user", "content": "Hi"}])
+    assert served.template is not None and served.template.render([{"role": "user", "content": "Hi"}])
     assert [served.decoder(skip).decode([70]) for skip in (True, False)]
 
 

@@ -216,7 +216,14 @@ def _asked(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def render(served: ServedModel, conversation: Conversation) -> str:
-    return served.render(
+    """The text of the prompt, by the checkpoint's template. Raises ApiError."""
+    if served.template is None:
+        raise ApiError(
+            f"the model {served.name} has no chat template (chat_template.jinja, or chat_template"
+            " in tokenizer_config.json); send its prompt to /v1/completions",
+            param=conversation.field,
+        )
+    return served.template.render(
         conversation.messages,
         tools=conversation.tools.shown or None,
         documents=conversation.documents,

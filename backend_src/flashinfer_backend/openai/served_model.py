@@ -4,7 +4,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -63,11 +63,7 @@ class ServedModel:
         self.reasoning_format = choice.detect_reasoning(sources[1]) if found[1] == "auto" else found[1]
         # Now, or the first request would wait: two tables of 128 000 tokens take 0.3 s.
         self._decoders = {skip: DeltaDecoder(self.tokenizer.backend, skip) for skip in (True, False)}
-        self._render_once()
-
-    def _render_once(self) -> None:
-        """The template is compiled."""
-        if self.template is not None:
+        if self.template is not None:  # which is compiled here too
             with contextlib.suppress(ApiError):  # it may want other messages
                 self.template.render([{"role": "user", "content": "?"}])
 
@@ -229,16 +225,6 @@ class ServedModel:
             for row, _ in rows:
                 row.params.stop_sequences += special
         return self.link.generate(list(rows), self.decoder(skip_special_tokens), reduce)
-
-    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """The text of a chat's prompt, by the checkpoint's template. Raises ApiError."""
-        if self.template is None:
-            raise ApiError(
-                f"the model {self.name} has no chat template (chat_template.jinja, or chat_template"
-                " in tokenizer_config.json); send its prompt to /v1/completions",
-                param=options.get("field", "messages"),
-            )
-        return self.template.render(messages, **options)
 
 
 def find_model(models: Sequence[ServedModel], name: str) -> ServedModel:
