@@ -95,6 +95,17 @@ def test_many_stop_words_are_tokenised_in_a_thread() -> None:
     assert in_main == [True, False]
 
 
+def test_the_longest_texts_wait_for_one_of_two_threads() -> None:
+    """Each takes half a gigabyte while it is encoded: the loop has up to 32 threads."""
+    metrics: Any = None
+    served: Any = ServedModel(Model(["m"], EngineConfig(model_dir="bundled")), metrics)
+    places: list[str] = []
+    served.tokenizer.encode_batch = lambda texts, special: places.append(threading.current_thread().name)
+    for size in (8, 5000, 1 << 17):
+        asyncio.run(served.encode(["a" * size], True))
+    assert [place.partition("_")[0] for place in places] == ["MainThread", "asyncio", "longest texts"]
+
+
 def test_arguments_of_calls_are_counted_before_they_are_parsed() -> None:
     """They are text of the body, which its bounds of values do not see."""
 

@@ -189,11 +189,11 @@ class CountingTokenizer(TextTokenizer):
         super().__init__(folder)
         self.calls = []
 
-    def encode_batch(self, texts, add_special_tokens):
+    def encoded(self, texts, add_special_tokens):
         self.calls.append(len(texts))
         if "refused" in texts:
             raise Exception("missing [UNK] token")
-        return super().encode_batch(texts, add_special_tokens)
+        return super().encoded(texts, add_special_tokens)
 
 
 def test_all_prompts_are_encoded_in_one_call(tmp_path):
@@ -202,6 +202,18 @@ def test_all_prompts_are_encoded_in_one_call(tmp_path):
     assert tokenizer.calls == [4]
     assert [r["INPUT_ID"].shape[0] for r in results] == [2, 1, 1]
     assert results[2]["INPUT_ID"].tolist() == [ids_of("the lazy dog", special=True)]
+
+
+def test_long_texts_are_encoded_one_after_another(tmp_path, monkeypatch):
+    """The library took 14 GB for a hundred of the longest prompts at a time."""
+    monkeypatch.setattr("flashinfer_backend.text.tokenizer.AT_ONCE", 20)
+    tokenizer = TextTokenizer(write_folder(tmp_path, tokenizer_config={"eos_token": "</s>"}))
+    encode, groups = tokenizer._encode_batch, []
+    tokenizer._encode_batch = lambda texts, **options: groups.append(texts) or encode(texts, **options)
+    texts = ["the", "", "lazy", "dog " * 30, "fox " * 5, "a", "the quick brown fox"]
+    assert tokenizer.encode_batch(texts, True) == [ids_of(text, special=True) for text in texts]
+    assert [text for group in groups for text in group] == texts and tokenizer.encode_batch([], True) == []
+    assert all(sum(map(len, group[1:])) < 20 for group in groups) and len(groups[0]) == 3
 
 
 def test_a_text_that_the_tokenizer_refuses_fails_alone(tmp_path):
@@ -289,9 +301,9 @@ def test_parameters():
 
 def test_what_is_too_large_is_refused_before_it_is_tokenised(tokenizer):
     class Untouched(TextTokenizer):
-        def encode_batch(self, texts, add_special_tokens):
+        def encoded(self, texts, add_special_tokens):
             assert not any(len(text) > 1000 for text in texts)
-            return super().encode_batch(texts, add_special_tokens)
+            return super().encoded(texts, add_special_tokens)
 
     untouched = Untouched.__new__(Untouched)
     untouched.__dict__.update(tokenizer.__dict__)

@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ from flashinfer_backend.transport.endpoint import ENGINE_DOWN
 Answering = Callable[[], Awaitable[Any]]
 SEEN_S, LOOK_S = 1.0, 0.02  # until each process has seen an engine that one has seen
 LONG_TEXT = 4096  # characters from which a text is tokenized in a thread, so that streams go on
+# From here on it has to wait for a thread of few: each takes half a gigabyte for as long as a second.
+LONGEST_TEXTS, LONGEST_TEXT = ThreadPoolExecutor(2, "longest texts"), 1 << 16
 
 
 class ServedModel:
@@ -174,9 +177,12 @@ class ServedModel:
         return await self._encoded(texts, add_special_tokens)
 
     async def _encoded(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        if sum(map(len, texts)) < LONG_TEXT:
-            return self.tokenizer.encode_batch(texts, add_special_tokens)
-        return await asyncio.to_thread(self.tokenizer.encode_batch, texts, add_special_tokens)
+        size, encode = sum(map(len, texts)), self.tokenizer.encode_batch
+        if size < LONG_TEXT:
+            return encode(texts, add_special_tokens)
+        threads = None if size < LONGEST_TEXT else LONGEST_TEXTS  # None: the loop's own
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(threads, encode, texts, add_special_tokens)
 
     async def count(self, text: str) -> int:
         """Number of tokens of a part of an answer."""

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint folder's tokenizer: text to ids, and the ids with a role."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ from flashinfer_backend.text.delta import panics_are_errors, vocabulary_size
 TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 ROLES = ("bos", "eos", "unk", "pad", "sep", "cls", "mask")
 ID_FILES = ("generation_config.json", "config.json")
+
+AT_ONCE = (
+    1 << 20
+)  # characters that are encoded together: the library takes up to 430 bytes for each meanwhile
 
 
 class TextTokenizer:
@@ -43,9 +48,16 @@ class TextTokenizer:
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         """Ids of each text, uncut. add_special_tokens: with the tokens that the tokenizer puts around
         a text, such as bos."""
-        with panics_are_errors():
-            encodings = self._encode_batch(list(texts), add_special_tokens=add_special_tokens)
-        return [encoding.ids for encoding in encodings]
+        return list(self.encoded(texts, add_special_tokens))
+
+    def encoded(self, texts: Sequence[str], add_special_tokens: bool) -> Iterator[list[int]]:
+        """The same, made while they are taken, so that encodings of many long texts do not pile up."""
+        ends = itertools.accumulate(map(len, texts))
+        for _, group in itertools.groupby(zip(ends, texts, strict=True), lambda pair: pair[0] // AT_ONCE):
+            some = [text for _, text in group]
+            with panics_are_errors():
+                found = self._encode_batch(some, add_special_tokens=add_special_tokens)
+            yield from (encoding.ids for encoding in found)
 
     def _role_id(self, folder: Path, role: str) -> int | None:
         for file in TOKEN_FILES:

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The preprocessing model: text to token ids."""
 
+from __future__ import annotations
+
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,8 +72,8 @@ class Preprocessor:
             results.append(ids if isinstance(ids, ValueError) else _attempt(self._outputs, inputs, ids))
         return results
 
-    def _encode_prompts(self, requests: list[list[str]]) -> list[list[list[int]] | ValueError]:
-        """Ids of the rows of each request, with a single call for all of them."""
+    def _encode_prompts(self, requests: list[list[str]]) -> list[list[array[int]] | ValueError]:
+        """Ids of the rows of each request, of all requests together."""
         rows = [text for request in requests for text in request]
         try:
             encoded = self._encode(rows, self._add_special_tokens) if rows else []
@@ -80,13 +83,13 @@ class Preprocessor:
             return [self._encode_prompts([request])[0] for request in requests]
         return [[encoded.pop(0) for _ in request] for request in requests]
 
-    def _encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+    def _encode(self, texts: list[str], add_special_tokens: bool) -> list[array[int]]:
         try:
-            return self._tokenizer.encode_batch(texts, add_special_tokens)
+            return [array("i", ids) for ids in self._tokenizer.encoded(texts, add_special_tokens)]
         except Exception as error:  # the library raises plain Exception
             raise ValueError(f"the tokenizer cannot encode the text: {error}") from error
 
-    def _outputs(self, inputs: Tensors, prompts: list[list[int]]) -> Tensors:
+    def _outputs(self, inputs: Tensors, prompts: list[array[int]]) -> Tensors:
         batch = len(prompts)
         for row, ids in enumerate(prompts):
             if not ids:
@@ -117,11 +120,11 @@ class Preprocessor:
             "OUT_PAD_ID": pad_ids,
         }
 
-    def _words(self, inputs: Tensors, name: str, batch: int) -> list[list[tuple[int, list[int]]]]:
+    def _words(self, inputs: Tensors, name: str, batch: int) -> list[list[tuple[int, array[int]]]]:
         """Per row, (position, ids) of each word that has some."""
         rows = _strings(inputs, name, batch)
         places = [(r, n, word) for r, row in enumerate(rows) for n, word in enumerate(row) if word]
-        found: list[list[tuple[int, list[int]]]] = [[] for _ in rows]
+        found: list[list[tuple[int, array[int]]]] = [[] for _ in rows]
         if places:
             encoded = self._encode([word for _, _, word in places], add_special_tokens=False)
             for (row, position, _), ids in zip(places, encoded, strict=True):
