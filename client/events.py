@@ -8,7 +8,7 @@ import urllib.request
 from collections.abc import Generator
 from typing import Any
 
-from client.wire import EventSplitter, error_message
+from client.wire import EventSplitter, authorization, error_message
 
 NOTHING_LISTENS = "nothing listens there; start the server first, or name another with --url"
 
@@ -23,9 +23,7 @@ def post_events(
     """Posts the JSON body and yields the events of the answer, [DONE] left out. Closing it closes the
     connection, which cancels the request. timeout: seconds between two reads. Raises ServerError, also for an
     event that holds an error, and ValueError for one that is no JSON object."""
-    headers = {"Content-Type": "application/json"}
-    if api_key:
-        headers["Authorization"] = f"Bearer {api_key}"
+    headers = {"Content-Type": "application/json"} | authorization(api_key)
     try:
         request = urllib.request.Request(url, json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request, timeout=timeout) as response:

@@ -11,96 +11,20 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import time
-import urllib.parse
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from client import grpc_wire
-from client.datasets import Prompt, Ramp, arrival_times
+from client.datasets import Prompt, arrival_times
 from client.metrics import PERCENTILES, RequestRecord, check_ends, summarise
 from client.progress import Counters, Snapshot
-from client.wire import BACKENDS, COUNTED_KEYS, DEFAULT_ENDPOINTS, DEFAULT_MODELS, TRITON
-from client.worker import INTERRUPTED, BodyForm, Request, WorkerPlan, worker_main
+from client.wire import TRITON, Load
+from client.worker import INTERRUPTED, Request, WorkerPlan, worker_main
 
 WATCH_SECONDS = 0.2  # between two looks at the counters
 START_SECONDS = 60.0  # for the workers to import, unpack and report ready
-
-
-@dataclass(frozen=True)
-class Load:
-    """How prompts are sent. request_rate is in requests/s (inf: all at once), burstiness and ramp as in
-    arrival_times; max_concurrency bounds requests in flight over all workers (None: no bound); time_limit is
-    in seconds from the start, unfinished requests then fail. think_seconds pass before each later turn of a
-    conversation, which counts as one request for rate and concurrency. check_tokens has a Triton ensemble
-    report the token count of each chunk, which costs it a little; always so without ignore_eos. api_key goes
-    into HTTP's Authorization. priority_per_output_token: an OpenAI server gets this many times the output
-    tokens as each request's priority (0: none), so that -1 asks vLLM and this backend for the longest answers
-    first. lora_modules: names of adapters, which requests (with all turns of a conversation) ask for in
-    turns."""
-
-    backend: str
-    url: str
-    model: str | None = None
-    endpoint: str | None = None
-    request_rate: float = math.inf
-    burstiness: float = 1.0
-    ramp: Ramp | None = None
-    max_concurrency: int | None = None
-    seed: int = 0
-    workers: int = 0
-    time_limit: float = 600.0
-    ignore_eos: bool = True
-    check_tokens: bool = False
-    keep_text: bool = False
-    extra_body: dict[str, Any] = field(default_factory=dict)
-    think_seconds: float = 0.0
-    api_key: str | None = field(default=None, repr=False)
-    priority_per_output_token: int = 0
-    lora_modules: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.backend not in BACKENDS:
-            raise ValueError(f"unknown backend {self.backend!r}; it is one of {', '.join(BACKENDS)}")
-        if self.max_concurrency is not None and self.max_concurrency < 1:
-            raise ValueError(f"max_concurrency {self.max_concurrency} must be at least 1")
-        if self.workers < 0:
-            raise ValueError(f"workers {self.workers} must be at least 1, or 0 for a number by cores")
-        if self.backend == "triton-grpc" and (self.endpoint is not None or self.api_key is not None):
-            raise ValueError("backend triton-grpc takes no endpoint and no api_key: they are for HTTP")
-        if self.backend == "triton-grpc" and not _is_host_and_port(self.url):
-            raise ValueError(
-                f"url {self.url!r} must be http://host:port for gRPC, which has no TLS and no path here"
-            )
-        path = self.endpoint or DEFAULT_ENDPOINTS[self.backend] or "/"
-        if not path.startswith("/") or set("{}") & set(path.replace("{model}", "")):
-            raise ValueError(f"endpoint {path!r} must begin with / and may hold {{model}}, no other braces")
-        if overridden := sorted(COUNTED_KEYS & self.extra_body.keys()):
-            raise ValueError(
-                f"extra_body must not hold {', '.join(overridden)}: the prompts and their lengths say that"
-            )
-        if self.priority_per_output_token:
-            if self.backend in TRITON:
-                raise ValueError(
-                    "priority_per_output_token is for OpenAI servers: a Triton ensemble knows the length by "
-                    "max_tokens (knob schedule_policy=lof)"
-                )
-            if "priority" in self.extra_body:
-                raise ValueError("extra_body must not hold priority together with priority_per_output_token")
-        if self.lora_modules and self.backend == "triton-grpc":
-            raise ValueError("lora_modules is for HTTP: use backend triton, or an OpenAI server")
-        if not self.ignore_eos:  # else nothing says how many tokens there were
-            object.__setattr__(self, "check_tokens", True)
-
-    @property
-    def target(self) -> str:
-        """The full URL that is posted to, or host:port for gRPC."""
-        if self.backend == "triton-grpc":
-            return urllib.parse.urlsplit(self.url).netloc or self.url
-        model = self.model or DEFAULT_MODELS[self.backend]
-        path = self.endpoint or DEFAULT_ENDPOINTS[self.backend]
-        return self.url.rstrip("/") + path.replace("{model}", model)
 
 
 @dataclass
@@ -115,13 +39,6 @@ class LoadResult:
     interrupted: bool = False
     started: float = 0.0
     clock: tuple[float, float] = (-math.inf, math.inf)
-
-
-def _is_host_and_port(url: str) -> bool:
-    """Whether it says no more than where a server is, without TLS."""
-    parts = urllib.parse.urlsplit(url)
-    more = parts.path.strip("/") or parts.query or parts.fragment or parts.username
-    return parts.scheme == "http" and parts.port is not None and not more
 
 
 # Called a few times a second while a run lasts; True ends it.
@@ -144,19 +61,14 @@ def run_load(
     Raises RuntimeError when a worker process dies or does not answer in time, and over gRPC ConnectionError
     when the server does not tell the model's inputs, ValueError for one that it has not.
     """
-    model = load.model or DEFAULT_MODELS[load.backend]
-    types = grpc_wire.input_types(load.target, model) if load.backend == "triton-grpc" else None
-    form = BodyForm(
-        load.backend, model, load.ignore_eos, load.check_tokens, load.extra_body, types,
-        load.priority_per_output_token,
-    )  # fmt: skip
+    types = grpc_wire.input_types(load.target, load.asked_model) if load.backend == "triton-grpc" else None
     arrivals = arrival_times(
         len(prompts), load.request_rate, load.seed, burstiness=load.burstiness, ramp=load.ramp
     )
     requests, total = [], 0
     names = itertools.cycle(load.lora_modules or ("",))
     for prompt, due, name in zip(prompts, arrivals, names, strict=False):
-        body, later = form.encode(prompt.text, prompt.output_tokens, name), prompt.later
+        body, later = load.encode(load.body(prompt.text, prompt.output_tokens, name), types), prompt.later
         text, lengths = prompt.text if later else "", (prompt.prompt_tokens, prompt.output_tokens)
         requests.append(Request(total, body, *lengths, due, text, later, name))
         total += 1 + len(later)
@@ -166,15 +78,11 @@ def run_load(
     counters = Counters(context, count, total)
     plans = [
         WorkerPlan(
-            form,
-            load.target,
+            load,
+            types,
             requests[w::count] if load.max_concurrency is None else requests,
-            0 if load.max_concurrency is None else len(range(w, load.max_concurrency, count)),
-            load.keep_text,
-            load.time_limit,
             counters.for_worker(w),
-            {"Authorization": f"Bearer {load.api_key}"} if load.api_key else {},
-            load.think_seconds,
+            0 if load.max_concurrency is None else len(range(w, load.max_concurrency, count)),
             ticket,
         )
         for w in range(count)

@@ -10,12 +10,9 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from client.load import Load
-
-from client.wire import DEFAULT_MODELS, OPENAI, error_message
+from client.wire import DEFAULT_MODELS, OPENAI, Load, authorization, error_message
 
 LOOK_SECONDS = 2.0  # for one answer
 SAY_SECONDS = 5.0  # between two lines about what is waited for
@@ -46,7 +43,7 @@ def missing(load: Load) -> str | None:
     """What the server lacks to be ready, or None."""
     if load.backend == "triton-grpc":
         return _missing_grpc(load)
-    model, base = load.model or DEFAULT_MODELS[load.backend], load.url.rstrip("/")
+    model, base = load.asked_model, load.url.rstrip("/")
     # OpenAI servers have /v1/models in common, no path of health.
     path = "/v1/models" if load.backend in OPENAI else f"/v2/models/{model}/ready"
     if load.endpoint is not None and load.backend not in OPENAI:
@@ -111,7 +108,7 @@ def tokenizer_folder(load: Load) -> str:
     `root` of an OpenAI server's model, as vLLM lists it. Raises OSError, or ValueError without
     one."""
     told: Any = None
-    model = load.model or DEFAULT_MODELS[load.backend]
+    model = load.asked_model
     if load.backend == "triton-grpc":
         import tritonclient.grpc as triton
 
@@ -183,7 +180,7 @@ def _missing_grpc(load: Load) -> str | None:
         config = client.get_model_config(name, client_timeout=LOOK_SECONDS).config
         return bool(config.ensemble_scheduling.step)
 
-    model = load.model or DEFAULT_MODELS[load.backend]
+    model = load.asked_model
     try:
         with triton.InferenceServerClient(load.target) as client:
             if client.is_model_ready(model, client_timeout=LOOK_SECONDS):
@@ -200,8 +197,7 @@ def _missing_grpc(load: Load) -> str | None:
 
 def _get(url: str, api_key: str | None, body: bytes | None = None) -> bytes:
     """The answer to a GET, or to a POST of `body`."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    request = urllib.request.Request(url, body, headers)
+    request = urllib.request.Request(url, body, authorization(api_key))
     try:
         with urllib.request.urlopen(request, timeout=LOOK_SECONDS) as answer:
             return bytes(answer.read())

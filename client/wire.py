@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The streaming wire forms: request bodies, server-sent events, and what a finished stream says.
+"""The streaming wire forms: request bodies, server-sent events, and what a finished stream says. It needs the
+standard library alone.
 
 Over HTTP all answer with `data: {json}` lines. Triton's `generate_stream` sends text deltas in `text_output`
 and reports a later failure in-band as `{"error": ...}`; only this backend's ensemble marks the last chunk,
@@ -8,12 +9,19 @@ with a `finish_reason` of length, stop or cancelled, where TensorRT-LLM's stream
 `[DONE]`. The gRPC form (client/grpc_wire.py) has the same fields as `generate_stream`.
 """
 
+from __future__ import annotations
+
 import json
+import math
+import urllib.parse
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from client import grpc_wire
+
+if TYPE_CHECKING:
+    from client.datasets import Ramp
 
 BACKENDS = ("triton", "triton-grpc", "openai", "openai-chat")
 TRITON, OPENAI = BACKENDS[:2], BACKENDS[2:]
@@ -32,48 +40,133 @@ END_ID_OUTSIDE_VOCABULARY = 1048576
 COUNTED_KEYS = frozenset({"text_input", "prompt", "messages", "max_tokens", "stream"})
 
 
-def request_body(
-    backend: str,
-    model: str,
-    prompt: str | Sequence[str],
-    max_tokens: int,
-    *,
-    ignore_eos: bool = True,
-    check_tokens: bool = False,
-    extra: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """The JSON body of one greedy streaming request; `extra` is laid over it last.
+@dataclass(frozen=True)
+class Load:
+    """How prompts are sent. request_rate is in requests/s (inf: all at once), burstiness and ramp as in
+    arrival_times; max_concurrency bounds requests in flight over all workers (None: no bound); time_limit is
+    in seconds from the start, unfinished requests then fail. think_seconds pass before each later turn of a
+    conversation, which counts as one request for rate and concurrency. check_tokens has a Triton ensemble
+    report the token count of each chunk, which costs it a little; always so without ignore_eos. api_key goes
+    into HTTP's Authorization. priority_per_output_token: an OpenAI server gets this many times the output
+    tokens as each request's priority (0: none), so that -1 asks vLLM and this backend for the longest answers
+    first. lora_modules: names of adapters, which requests (with all turns of a conversation) ask for in
+    turns."""
 
-    prompt: a text, or the texts of a conversation so far: the user's and the model's in turns, the user's
-    last. Only openai-chat sends those as messages, the others as one text. check_tokens asks a Triton
-    ensemble for `num_output_tokens` in every chunk; OpenAI servers always report usage.
-    """
-    turns = [prompt] if isinstance(prompt, str) else list(prompt)
-    body: dict[str, Any]
-    if backend in TRITON:
-        body = {"text_input": "".join(turns), "max_tokens": max_tokens, "stream": True, "temperature": 0.0}
-        if ignore_eos:
-            body |= {"end_id": END_ID_OUTSIDE_VOCABULARY, "min_length": max_tokens}
-        if check_tokens:
-            body["return_num_output_tokens"] = True
-    elif backend in OPENAI:
-        asked: dict[str, Any] = {"prompt": "".join(turns)}
-        if backend == "openai-chat":
-            roles = ("user", "assistant")
-            asked = {"messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]}
-        body = {
-            "model": model,
-            **asked,
-            "max_tokens": max_tokens,
-            "temperature": 0.0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        if ignore_eos:
-            body["ignore_eos"] = True
-    else:
-        raise ValueError(f"unknown backend {backend!r}; it is one of {', '.join(BACKENDS)}")
-    return body | (extra or {})
+    backend: str
+    url: str
+    model: str | None = None
+    endpoint: str | None = None
+    request_rate: float = math.inf
+    burstiness: float = 1.0
+    ramp: Ramp | None = None
+    max_concurrency: int | None = None
+    seed: int = 0
+    workers: int = 0
+    time_limit: float = 600.0
+    ignore_eos: bool = True
+    check_tokens: bool = False
+    keep_text: bool = False
+    extra_body: dict[str, Any] = field(default_factory=dict)
+    think_seconds: float = 0.0
+    api_key: str | None = field(default=None, repr=False)
+    priority_per_output_token: int = 0
+    lora_modules: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ValueError(f"unknown backend {self.backend!r}; it is one of {', '.join(BACKENDS)}")
+        if self.max_concurrency is not None and self.max_concurrency < 1:
+            raise ValueError(f"max_concurrency {self.max_concurrency} must be at least 1")
+        if self.workers < 0:
+            raise ValueError(f"workers {self.workers} must be at least 1, or 0 for a number by cores")
+        if self.backend == "triton-grpc" and (self.endpoint is not None or self.api_key is not None):
+            raise ValueError("backend triton-grpc takes no endpoint and no api_key: they are for HTTP")
+        if self.backend == "triton-grpc" and not _is_host_and_port(self.url):
+            raise ValueError(
+                f"url {self.url!r} must be http://host:port for gRPC, which has no TLS and no path here"
+            )
+        path = self.endpoint or DEFAULT_ENDPOINTS[self.backend] or "/"
+        if not path.startswith("/") or set("{}") & set(path.replace("{model}", "")):
+            raise ValueError(f"endpoint {path!r} must begin with / and may hold {{model}}, no other braces")
+        if overridden := sorted(COUNTED_KEYS & self.extra_body.keys()):
+            raise ValueError(
+                f"extra_body must not hold {', '.join(overridden)}: the prompts and their lengths say that"
+            )
+        if self.priority_per_output_token:
+            if self.backend in TRITON:
+                raise ValueError(
+                    "priority_per_output_token is for OpenAI servers: a Triton ensemble knows the length by "
+                    "max_tokens (knob schedule_policy=lof)"
+                )
+            if "priority" in self.extra_body:
+                raise ValueError("extra_body must not hold priority together with priority_per_output_token")
+        if self.lora_modules and self.backend == "triton-grpc":
+            raise ValueError("lora_modules is for HTTP: use backend triton, or an OpenAI server")
+        if not self.ignore_eos:  # else nothing says how many tokens there were
+            object.__setattr__(self, "check_tokens", True)
+
+    def body(self, prompt: str | Sequence[str], max_tokens: int, adapter: str = "") -> dict[str, Any]:
+        """The JSON body of one greedy streaming request; `extra_body` is laid over it.
+
+        prompt: a text, or the texts of a conversation so far: the user's and the model's in turns, the user's
+        last. Only openai-chat sends those as messages, the others as one text. adapter: its name; "": none.
+        """
+        turns = [prompt] if isinstance(prompt, str) else list(prompt)
+        body: dict[str, Any] = {"max_tokens": max_tokens, "stream": True, "temperature": 0.0}
+        if self.backend in TRITON:
+            body["text_input"] = "".join(turns)
+            if self.ignore_eos:
+                body |= {"end_id": END_ID_OUTSIDE_VOCABULARY, "min_length": max_tokens}
+            if self.check_tokens:
+                body["return_num_output_tokens"] = True
+        else:
+            body |= {"model": self.asked_model, "stream_options": {"include_usage": True}}
+            if self.backend == "openai-chat":
+                roles = ("user", "assistant")
+                body["messages"] = [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
+            else:
+                body["prompt"] = "".join(turns)
+            if self.ignore_eos:
+                body["ignore_eos"] = True
+        body |= self.extra_body
+        if adapter:
+            body["model" if self.backend in OPENAI else "lora_name"] = adapter
+        if self.priority_per_output_token:
+            body["priority"] = self.priority_per_output_token * max_tokens
+        return body
+
+    def encode(self, body: dict[str, Any], types: dict[str, str] | None) -> bytes:
+        """A body as it is sent. types: the model's inputs, for gRPC."""
+        if types is None:
+            return json.dumps(body).encode()
+        return grpc_wire.request_message(self.asked_model, body, types)
+
+    @property
+    def asked_model(self) -> str:
+        return self.model or DEFAULT_MODELS[self.backend]
+
+    @property
+    def target(self) -> str:
+        """The full URL that is posted to, or host:port for gRPC."""
+        if self.backend == "triton-grpc":
+            return urllib.parse.urlsplit(self.url).netloc or self.url
+        return self.url.rstrip("/") + self.path
+
+    @property
+    def path(self) -> str:
+        return (self.endpoint or DEFAULT_ENDPOINTS[self.backend]).replace("{model}", self.asked_model)
+
+
+def _is_host_and_port(url: str) -> bool:
+    """Whether it says no more than where a server is, without TLS."""
+    parts = urllib.parse.urlsplit(url)
+    more = parts.path.strip("/") or parts.query or parts.fragment or parts.username
+    return parts.scheme == "http" and parts.port is not None and not more
+
+
+def authorization(api_key: str | None) -> dict[str, str]:
+    """The header for a key, none without one."""
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
 class EventSplitter:

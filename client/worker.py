@@ -6,7 +6,6 @@ answers within a conversation are read at once, since its next turn repeats them
 import asyncio
 import ctypes
 import gc
-import json
 import multiprocessing
 import os
 import signal
@@ -22,7 +21,7 @@ from client import grpc_wire
 from client.datasets import Prompt
 from client.metrics import RequestRecord
 from client.progress import Counters
-from client.wire import OPENAI, error_message, read_stream, request_body
+from client.wire import Load, authorization, error_message, read_stream
 
 try:
     import uvloop
@@ -35,35 +34,6 @@ except ImportError:
 KEEPALIVE_SECONDS = 3.0
 UNCOUNTED = "the server does not say how many tokens there were: leave out --respect-eos"
 TIME_LIMIT, INTERRUPTED = "not finished within the time limit", "not finished: interrupted"
-
-
-@dataclass(frozen=True)
-class BodyForm:
-    """How request bodies are written. types: the model's inputs, for gRPC. priority_per_output_token: as in
-    client.load.Load."""
-
-    backend: str
-    model: str
-    ignore_eos: bool
-    check_tokens: bool
-    extra: dict[str, Any]
-    types: dict[str, str] | None = None
-    priority_per_output_token: int = 0
-
-    def encode(self, prompt: str | Sequence[str], max_tokens: int, adapter: str = "") -> bytes:
-        """The bytes of one request; prompt as in client.wire.request_body. adapter: its name; "": none."""
-        extra = self.extra
-        if adapter:
-            extra = extra | {"model" if self.backend in OPENAI else "lora_name": adapter}
-        if self.priority_per_output_token:
-            extra = extra | {"priority": self.priority_per_output_token * max_tokens}
-        body = request_body(
-            self.backend, self.model, prompt, max_tokens,
-            ignore_eos=self.ignore_eos, check_tokens=self.check_tokens, extra=extra,
-        )  # fmt: skip
-        if self.types is None:
-            return json.dumps(body).encode()
-        return grpc_wire.request_message(self.model, body, self.types)
 
 
 @dataclass(frozen=True)
@@ -85,18 +55,14 @@ class Request:
 class WorkerPlan:
     """What one worker does. Without `ticket` it sends all of `requests`, each when due. With it (a counter
     shared by all workers, each of which then holds every request) it keeps `slots` requests in flight, taking
-    the next unsent one. url: for gRPC host:port. think_seconds: before each later turn."""
+    the next unsent one. types: of Load.encode."""
 
-    form: BodyForm
-    url: str
+    load: Load
+    types: dict[str, str] | None
     requests: Sequence[Request]
-    slots: int
-    keep_text: bool
-    time_limit: float
     counters: Counters
-    headers: dict[str, str] = field(default_factory=dict)
-    think_seconds: float = 0.0
-    ticket: Any = None
+    slots: int
+    ticket: Any
 
 
 @dataclass
@@ -159,10 +125,11 @@ class _Sender:
 
     async def run(self, pipe: Connection) -> float:
         """Everything between "ready" and the last request's end; CPU seconds used meanwhile."""
-        if self.plan.form.backend == "triton-grpc":
+        load = self.plan.load
+        if load.backend == "triton-grpc":
             import grpc
 
-            async with grpc.aio.insecure_channel(self.plan.url, grpc_wire.UNBOUNDED) as channel:
+            async with grpc.aio.insecure_channel(load.target, grpc_wire.UNBOUNDED) as channel:
                 self.exchange = _grpc_exchange(channel)
                 return await self._send_all(pipe)
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS)
@@ -170,9 +137,9 @@ class _Sender:
             connector=connector,
             timeout=aiohttp.ClientTimeout(total=None),
             read_bufsize=1 << 20,
-            headers={"Content-Type": "application/json", **self.plan.headers},
+            headers={"Content-Type": "application/json", **authorization(load.api_key)},
         ) as session:
-            self.exchange = _http_exchange(session, self.plan.url)
+            self.exchange = _http_exchange(session, load.target)
             return await self._send_all(pipe)
 
     async def _send_all(self, pipe: Connection) -> float:
@@ -189,7 +156,7 @@ class _Sender:
         tasks = [asyncio.ensure_future(lane) for lane in lanes]
         if tasks:
             everything: asyncio.Future[Any] = asyncio.ensure_future(asyncio.wait(tasks))
-            left = self.start + plan.time_limit - time.monotonic()
+            left = self.start + plan.load.time_limit - time.monotonic()
             await asyncio.wait(
                 {everything, stopped}, timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED
             )
@@ -231,26 +198,27 @@ class _Sender:
 
     async def _send(self, request: Request, scheduled: float, slot_wait: float = 0.0) -> None:
         """The request and, once it is answered, its conversation's next turn; a failure ends it."""
+        load = self.plan.load
         first = _Exchange(
             request.index, request.prompt_tokens, request.output_tokens, 0, scheduled, slot_wait
         )
         await self._observed(request.body, first)
         exchange, said = first, [request.text]
         for number, turn in enumerate(request.later, 1):
-            answer = read_stream(self.plan.form.backend, exchange.reads, exchange.output_tokens, False)
+            answer = read_stream(load.backend, exchange.reads, exchange.output_tokens, False)
             if exchange.error is not None or answer.error is not None:
                 return
             tokens = exchange.output_tokens if answer.reported_tokens is None else answer.reported_tokens
             said += [answer.text, turn.text]
             before = exchange.prompt_tokens + tokens
-            scheduled = exchange.end + self.plan.think_seconds
+            scheduled = exchange.end + load.think_seconds
             if (delay := scheduled - time.monotonic()) > 0:
                 await asyncio.sleep(delay)
             exchange = _Exchange(
                 request.index + number, before + turn.prompt_tokens, turn.output_tokens, number, scheduled
             )
-            body = self.plan.form.encode(said, turn.output_tokens, request.adapter)
-            await self._observed(body, exchange)
+            body = load.body(said, turn.output_tokens, request.adapter)
+            await self._observed(load.encode(body, self.plan.types), exchange)
 
     async def _observed(self, body: bytes, exchange: _Exchange) -> None:
         self.exchanges.append(exchange)
@@ -319,9 +287,9 @@ def _grpc_exchange(channel: Any) -> Callable[[bytes, Any], Awaitable[None]]:
 
 
 def _record(plan: WorkerPlan, exchange: _Exchange, run_start: float) -> RequestRecord:
-    exact = plan.form.ignore_eos
+    load, exact = plan.load, plan.load.ignore_eos
     record = RequestRecord(exchange.index, exchange.prompt_tokens, exchange.output_tokens, turn=exchange.turn)
-    stream = read_stream(plan.form.backend, exchange.reads, exchange.output_tokens, exact)
+    stream = read_stream(load.backend, exchange.reads, exchange.output_tokens, exact)
     record.set_chunk_times(exchange.start, stream.chunk_times, stream.first_text_time, run_start)
     record.scheduled, record.end = exchange.scheduled - run_start, exchange.end - run_start
     record.slot_wait = exchange.slot_wait
@@ -336,10 +304,10 @@ def _record(plan: WorkerPlan, exchange: _Exchange, run_start: float) -> RequestR
         record.output_tokens = stream.reported_tokens
     elif not exact and record.error is None:
         record.error = UNCOUNTED
-    if plan.form.backend == "openai-chat" and stream.reported_prompt_tokens is not None:
+    if load.backend == "openai-chat" and stream.reported_prompt_tokens is not None:
         record.prompt_tokens = stream.reported_prompt_tokens  # the chat template adds some
     elif exchange.turn == 0:  # lengths of later turns are sums of parts, which may merge
         record.reported_prompt_tokens = stream.reported_prompt_tokens
-    if plan.keep_text:
+    if load.keep_text:
         record.text = stream.text
     return record

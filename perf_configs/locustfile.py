@@ -30,7 +30,7 @@ from locust.runners import STATE_RUNNING
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from client.arguments import integer, length_range
-from client.wire import DEFAULT_ENDPOINTS, DEFAULT_MODELS, error_message, read_stream, request_body
+from client.wire import Load, error_message, read_stream
 
 WORDS = ["the", "a", "small", "red", "house", "stands", "near", "river", "and", "people", "walk", "there"]
 BACKENDS = ("triton", "openai", "openai-chat")
@@ -98,17 +98,16 @@ class Reader(HttpUser):
             Reader.answered += 1
 
     def send(self, options: argparse.Namespace) -> None:
-        backend, model = options.backend, options.model or DEFAULT_MODELS[options.backend]
+        load = Load(options.backend, options.host, options.model or None)
         prompt = " ".join(self.random.choices(WORDS, k=self.random.randint(*options.prompt_words)))
         tokens = self.random.randint(*options.output_len)
         leaves = self.random.random() < options.leave
         chunks = self.random.randint(1, 8) if leaves else None
-        path = DEFAULT_ENDPOINTS[backend].replace("{model}", model)
-        body = request_body(backend, model, prompt, tokens)
+        path = load.path
         began = time.perf_counter()
         name = f"{path} (left)" if leaves else path
         how = {"stream": True, "catch_response": True, "timeout": TIMEOUT, "name": name}
-        with self.client.post(path, json=body, **how) as response:
+        with self.client.post(path, json=load.body(prompt, tokens), **how) as response:
             if response.status_code != 200:
                 response.failure(f"HTTP {response.status_code}: {error_message(response.text)}")
                 return
@@ -119,7 +118,7 @@ class Reader(HttpUser):
                 response.close()
                 response.success()
                 return
-            if problem := read_stream(backend, reads, tokens, exact=True).error:
+            if problem := read_stream(load.backend, reads, tokens, exact=True).error:
                 response.failure(problem)
             else:
                 response.success()

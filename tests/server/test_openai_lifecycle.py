@@ -15,7 +15,7 @@ import pytest
 from openai_server import CALL_TOKEN, OpenAiServer, events, openai_running, said
 from running import TIMEOUT_S, BothDoors, files_below, wait_for
 
-from client.worker import BodyForm
+from client.load import Load
 
 LONG: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Tell me a story."}],
@@ -204,8 +204,8 @@ def test_a_request_that_has_waited_too_long(narrow: OpenAiServer) -> None:
 
 def test_the_longest_of_known_lengths_goes_first(narrow: OpenAiServer) -> None:
     """As rows of known lengths ask for it, by a smaller priority: the longer one, which comes last."""
-    form = BodyForm("openai-chat", "tiny-chat", True, False, {}, priority_per_output_token=-1)
-    shorter, longer = (json.loads(form.encode("Tell me a story.", tokens)) for tokens in (1000, 1500))
+    load = Load("openai-chat", narrow.url, "tiny-chat", priority_per_output_token=-1)
+    shorter, longer = (load.body("Tell me a story.", tokens) for tokens in (1000, 1500))
     with contextlib.ExitStack() as waiting, contextlib.ExitStack() as running:
         assert running.enter_context(narrow.opened(CHAT, {**LONG, "stream": True})).read(10)
         first = waiting.enter_context(narrow.asked(CHAT, shorter))
