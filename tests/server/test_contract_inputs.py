@@ -121,51 +121,31 @@ def test_pad_id_changes_nothing(contract: Server) -> None:
         assert found[row].as_numpy(TEXT)[0].decode() == prompt + decode(greedy(prompt, 6))
 
 
-def test_repetition_penalty_counts_the_prompt(contract: Server) -> None:
-    processor = RepetitionPenaltyLogitsProcessor(1.7)
-
-    def penalised(ids: list[int], start: int, row: torch.Tensor) -> torch.Tensor:
-        return processor(torch.tensor([ids]), row[None])[0]
-
-    assert generate(contract, repetition_penalty=1.7)[TEXT] == decode(greedy(PROMPT, 24, penalised))
-
-
-def test_presence_and_frequency_penalties_count_the_completion(contract: Server) -> None:
-    def penalised(ids: list[int], start: int, row: torch.Tensor) -> torch.Tensor:
-        counts = torch.bincount(torch.tensor(ids[start:], dtype=torch.int64), minlength=len(row))
-        return row - 6.0 * (counts > 0) - 1.5 * counts
-
-    penalties = {"presence_penalty": 6.0, "frequency_penalty": 1.5}
-    expected = greedy(PROMPT, 40, penalised)
-    assert expected != greedy(PROMPT, 40)
-    assert generate(contract, 40, **penalties)[TEXT] == decode(expected)
-
-
-def test_bad_words_are_banned_where_their_beginning_stands(contract: Server) -> None:
-    plain = greedy(PROMPT, 24)
+def test_penalties_bad_words_and_biases_are_those_of_transformers(contract: Server) -> None:
+    """All at once. The repetition penalty counts the prompt, the others the completion; bad words are banned
+    where their beginning stands; a bias is added to all ids of a word."""
+    plain = greedy(PROMPT, 40)
     bad = [decode(plain[1:2]), decode(plain[4:6]), decode(plain[8:11])]
-    processor = NoBadWordsLogitsProcessor([words(word) for word in bad], eos_token_id=[])
-
-    def suppressed(ids: list[int], start: int, row: torch.Tensor) -> torch.Tensor:
-        return processor(torch.tensor([ids]), row[None])[0]
-
-    expected = greedy(PROMPT, 24, suppressed)
-    assert expected != plain
-    assert generate(contract, bad_words=[*bad, ""])[TEXT] == decode(expected)
-    assert generate(contract, bad_words="")[TEXT] == decode(plain)
-
-
-def test_embedding_bias_is_added_to_all_ids_of_a_word(contract: Server) -> None:
-    plain = greedy(PROMPT, 24)
     suppressed, favoured = decode(plain[2:3]), " tree and house"
+    repetition = RepetitionPenaltyLogitsProcessor(1.7)
+    banned = NoBadWordsLogitsProcessor([words(word) for word in bad], eos_token_id=[])
 
-    def biased(ids: list[int], start: int, row: torch.Tensor) -> torch.Tensor:
+    def changed(ids: list[int], start: int, row: torch.Tensor) -> torch.Tensor:
+        counts = torch.bincount(torch.tensor(ids[start:], dtype=torch.int64), minlength=len(row))
+        row = repetition(torch.tensor([ids]), row[None])[0] - 2.0 * (counts > 0) - 1.5 * counts
         row[words(suppressed)] -= 50.0
-        row[words(favoured)] += 2.5
-        return row
+        row[words(favoured)] += 4.0
+        return banned(torch.tensor([ids]), row[None])[0]
 
-    values = {"embedding_bias_words": [suppressed, favoured], "embedding_bias_weights": [-50.0, 2.5]}
-    assert generate(contract, **values)[TEXT] == decode(greedy(PROMPT, 24, biased)) != decode(plain)
+    asked: dict[str, Any] = {"repetition_penalty": 1.7, "presence_penalty": 2.0, "frequency_penalty": 1.5}
+    asked |= {"bad_words": [*bad, ""], "embedding_bias_words": [suppressed, favoured]}
+    asked |= {"embedding_bias_weights": [-50.0, 4.0]}
+    text = generate(contract, 40, **asked)[TEXT]
+    assert text == decode(greedy(PROMPT, 40, changed))
+    for left_out in ("repetition", "presence", "frequency", "bad_words", "embedding_bias"):
+        others = {name: value for name, value in asked.items() if not name.startswith(left_out)}
+        assert generate(contract, 40, **others)[TEXT] != text, left_out
+    assert generate(contract, 40, bad_words="")[TEXT] == decode(plain)
 
 
 def test_stop_words_inside_a_token_and_across_chunks(contract: Server) -> None:

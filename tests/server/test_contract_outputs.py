@@ -240,25 +240,11 @@ def test_a_batch_tags_its_rows_and_its_sequences(contract: Server) -> None:
     assert all(r.as_numpy("batch_index").shape == (1, 1) for r in found)
 
 
-GUIDES: list[tuple[str, str, str]] = [
-    ("regex", "[0-9]{3}-[a-f]{2}", r"[0-9]{3}-[a-f]{2}"),
-    ("ebnf_grammar", 'root ::= "yes" | "no"', "yes|no"),
-    (
-        "json_schema",
-        '{"type":"object","properties":{"big":{"type":"boolean"}},"required":["big"],"additionalProperties":false}',
-        r'\{\s*"big"\s*:\s*(true|false)\s*\}',
-    ),
-]
-
-
-@pytest.mark.parametrize(("kind", "guide", "pattern"), GUIDES, ids=[kind for kind, _, _ in GUIDES])
-def test_guided_decoding(contract: Server, kind: str, guide: str, pattern: str) -> None:
-    asked = {"guided_decoding_guide_type": kind, "guided_decoding_guide": guide}
-    # Once a guide is complete it allows nothing but the model's end id. The penalty keeps the bundled
-    # model, which has never seen JSON, from writing blanks for ever.
-    request = body(160, **asked, repetition_penalty=2.0)
-    del request["end_id"]
+def test_guided_decoding(contract: Server) -> None:
+    asked = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "[0-9]{3}-[a-f]{2}"}
+    request = body(160, **asked)
+    del request["end_id"]  # Once a guide is complete it allows nothing but the model's end id.
     status, answer = contract.post(request)
     assert status == 200, answer
-    assert re.fullmatch(pattern, answer[TEXT]), answer
+    assert re.fullmatch("[0-9]{3}-[a-f]{2}", answer[TEXT]), answer
     assert answer["finish_reason"] == "stop"

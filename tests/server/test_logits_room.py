@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import tritonclient.grpc as grpcclient
-from asking import inputs, int32, stream, strings
+from asking import inputs, int32, stream
 from contract import LLM
 from running import JSON_LOGITS_MIB, LLM_LOGITS_MIB, EngineWatch, Server, wait_for
 
@@ -52,17 +52,6 @@ def test_many_get_what_one_gets_alone_within_the_bound(contract: Server, watch_c
         assert not any(error for _, error in results)
         name = "generation_logits" if number % 3 == 2 else "context_logits"
         np.testing.assert_allclose(logits(results, name), logits(alone[number % 3], name), atol=1e-3)
-    wait_for(lambda: free(watch_contract), "all room to be free")
-
-
-def test_one_that_needs_more_is_refused_with_what_there_is(
-    contract: Server, watch_contract: EngineWatch
-) -> None:
-    ((_, error),) = stream(contract, LLM, [("", asking(1, ROWS + 1, return_context_logits=YES))])
-    assert f"of {ROWS + 1} prompt tokens, could be" in str(error) and "max_logits_mib" in str(error)
-    values = {"text_input": strings("Once"), "max_tokens": int32(ROWS + 1), "return_generation_logits": YES}
-    ((_, error),) = stream(contract, "ensemble", [("", values)])
-    assert f"room for {LLM_LOGITS_MIB} MiB, those of {ROWS} tokens" in str(error)
     wait_for(lambda: free(watch_contract), "all room to be free")
 
 

@@ -96,20 +96,6 @@ def test_a_stream_has_the_ids_of_tokens_that_write_no_text(door: OpenAiServer) -
     ]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_word_amid_accepted_drafts(door: OpenAiServer, stream: bool) -> None:
-    """One that lies across tokens, so that only the text shows it."""
-    body = {"prompt": "red blue green " * 20, "max_tokens": 60, "ignore_eos": True, "temperature": 0.0}
-    plain = door.call("/v1/completions", body)[2]
-    assert plain["usage"]["completion_tokens_details"]["accepted_prediction_tokens"]
-    text = plain["choices"][0]["text"]
-    stop = text[len(text) // 2 - 3 : len(text) // 2 + 2]
-    answer = door.call("/v1/completions", body | {"stop": [stop], "stream": stream})[2]
-    ended = [choice for part in (events(answer) if stream else [answer]) for choice in part["choices"]]
-    assert "".join(choice["text"] for choice in ended) == text[: text.index(stop)]
-    assert ended[-1]["finish_reason"] == "stop"
-
-
 def test_the_prompt_comes_back_if_asked(client: openai.OpenAI, door: OpenAiServer) -> None:
     text = complete(client).choices[0].text
     assert complete(client, echo=True).choices[0].text == PROMPT + text

@@ -153,12 +153,6 @@ def test_a_stop_word_in_a_call(client: openai.OpenAI, word: str) -> None:
     assert [(item.type, item.status) for item in response.output] == [("function_call", status)]  # type: ignore[union-attr]
 
 
-def test_text_between_calls_keeps_what_separates_it(client: openai.OpenAI) -> None:
-    text = saying(f"One.\n{CALL}\nTwo.\n{CALL}\n")
-    content, calls, finish = both(client, tools=[WEATHER], extra_body=text)
-    assert (content, len(calls), finish) == ("One.\n\nTwo.", 2, "tool_calls")
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_strict_calls_that_the_model_chose(client: openai.OpenAI, seed: int) -> None:
     """The bias has the model, which writes anything else after it, open a call."""

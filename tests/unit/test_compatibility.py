@@ -50,13 +50,17 @@ def test_every_tensor_of_preprocessing_and_postprocessing_is_named() -> None:
 
 
 def test_every_row_has_tests_that_exist() -> None:
-    """compatibility.toml has the page's tables and rows, and tests of a server or an engine for each."""
+    """compatibility.toml has the page's tables and rows, and tests for each."""
     shown = tomllib.loads(Path(__file__).with_name("compatibility.toml").read_text(encoding="utf-8"))
     titles = re.findall(r"^## (.+)$", PAGE, re.MULTILINE)
     tables = {title: [cells[0] for cells in rows(title)] for title in titles if rows(title)}
     del tables["Names of settings"]  # those are knobs
     assert {title: list(table) for title, table in shown.items()} == tables
-    files = [path for folder in ("server", "engine") for path in (ROOT / "tests" / folder).glob("test_*.py")]
+    files = [
+        path
+        for folder in ("server", "engine", "unit")
+        for path in (ROOT / "tests" / folder).glob("test_*.py")
+    ]
     sources = "\n".join(path.read_text(encoding="utf-8") for path in files)
     existing = set(re.findall(r"^def (test_\w+)\(", sources, re.MULTILINE))
     for table in shown.values():
