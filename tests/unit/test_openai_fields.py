@@ -266,7 +266,8 @@ def test_what_large_bodies_need_is_done_in_threads() -> None:
 
         return call
 
-    api.served.render, api.served.decoder = watched(api.served.render), watched(api.served.decoder)  # type: ignore[method-assign]
+    template: Any = api.served.template
+    template.render, api.served.decoder = watched(template.render), watched(api.served.decoder)  # type: ignore[method-assign]
     for size, in_loop in ((8, True), (LARGE_BODY, False)):
         chat = {"messages": [{"role": "user", "content": "ab " * (size // 3)}]}
         found = api.call("/tokenize", json.dumps(chat).encode())[2]
