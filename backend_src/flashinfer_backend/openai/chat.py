@@ -52,7 +52,6 @@ from flashinfer_backend.openai.sampling import (
     Length,
     guide_of,
     named_tokens,
-    sampling_params,
     shortened,
 )
 from flashinfer_backend.openai.served_model import Answering, ServedModel, generation_request
@@ -175,11 +174,14 @@ class Turn:
         if not self.prompt:
             await self.encode()
         self.prompt = shortened(self.prompt, request, served.limits)
-        params = sampling_params(
-            request, served.defaults, served.limits, self.tokens, served.tokenizer.eos_id,
-            Length(len(self.prompt), max_tokens, self.conversation.field, max_tokens_field),
-            self.guide, log_probs, top, adapter=served.adapter(request.model),
-        )  # fmt: skip
+        length = Length(len(self.prompt), max_tokens, self.conversation.field, max_tokens_field)
+        # ignore_eos asks for all of its tokens.
+        stops = [] if request.ignore_eos else served.defaults.stop_strings
+        row = generation_request(
+            served, request, self.prompt, self.tokens, length, self.streaming, self.guide, stops
+        )
+        row.params.log_probs, row.params.top_logprobs = log_probs, top
+        row.params.context_logits = prompt_top is not None
 
         def reduce(prompt: np.ndarray, logits: memoryview) -> Raw:
             assert prompt_top is not None
@@ -188,10 +190,6 @@ class Turn:
         if prompt_top is not None:
             size = len(self.prompt)
             check_prompt_logits("prompt_logprobs", "prompt_logprobs", request.stream, size, served.limits)
-            params.context_logits = True
-        # ignore_eos asks for all of its tokens.
-        stops = [] if request.ignore_eos else served.defaults.stop_strings
-        row = generation_request(request, self.prompt, params, self.streaming, self.guide, stops)
         told = 0 if prompt_top is None else 1 + prompt_top
         asks = "prompt_logprobs" if told and not log_probs else "top_logprobs"
         fields = (asks, max_tokens_field, *("n" for _ in range(n > 1)))

@@ -32,7 +32,6 @@ from flashinfer_backend.openai.sampling import (
     check_ids,
     guide_of,
     named_tokens,
-    sampling_params,
     shortened,
 )
 from flashinfer_backend.openai.served_model import Answering, ServedModel, generation_request
@@ -87,14 +86,12 @@ async def _answer(
         check_prompt_logits("prompt_logprobs", "prompt_logprobs", request.stream, longest, limits)
     rows = []
     for prompt in prompts:
-        params = sampling_params(
-            request, served.defaults, limits, tokens, served.tokenizer.eos_id,
-            Length(len(prompt), 1 if request.max_tokens == 0 else request.max_tokens), guide,
-            request.logprobs is not None or count > n, request.logprobs or 0,
-            adapter=served.adapter(request.model),
-        )  # fmt: skip
-        params.context_logits = echoed or by_id is not None
-        rows.append((generation_request(request, prompt, params, bool(request.stream), guide), count))
+        length = Length(len(prompt), 1 if request.max_tokens == 0 else request.max_tokens)
+        row = generation_request(served, request, prompt, tokens, length, bool(request.stream), guide)
+        row.params.log_probs = request.logprobs is not None or count > n
+        row.params.top_logprobs = request.logprobs or 0
+        row.params.context_logits = echoed or by_id is not None
+        rows.append((row, count))
     told = (1 + (request.logprobs or 0)) * echoed + (0 if by_id is None else 1 + by_id)
     number = "best_of" if count > n else "n"
     asks = "logprobs" if request.logprobs is not None else number if count > n else "prompt_logprobs"

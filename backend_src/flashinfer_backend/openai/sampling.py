@@ -162,12 +162,8 @@ def sampling_params(
     end_id: int | None,
     length: Length,
     guide: Guide = NO_GUIDE,
-    log_probs: bool = False,
-    top_logprobs: int = 0,
-    adapter: tuple[str, str] = ("", ""),
 ) -> SamplingParams:
-    """tokens: what named_tokens returned. adapter: its folder and name. Raises ApiError for what does not
-    fit."""
+    """tokens: what named_tokens returned. Raises ApiError for what does not fit."""
     if guide != NO_GUIDE and not limits.guided_decoding:
         raise field_error(
             guide.field,
@@ -199,11 +195,7 @@ def sampling_params(
         bias_values=tokens.bias_values,
         grammar_type=guide.kind,
         grammar=guide.text,
-        log_probs=log_probs,
-        top_logprobs=top_logprobs,
         perf_metrics=True,
-        adapter=adapter[0],
-        adapter_name=adapter[1],
         speculative_decoding=request.speculative_decoding is not False,
     )
 

@@ -23,7 +23,14 @@ from flashinfer_backend.openai.metrics import Metrics
 from flashinfer_backend.openai.model import Model
 from flashinfer_backend.openai.requests import Sampling
 from flashinfer_backend.openai.response_store import ResponseStore
-from flashinfer_backend.openai.sampling import Defaults, EngineLimits, Guide
+from flashinfer_backend.openai.sampling import (
+    Defaults,
+    EngineLimits,
+    Guide,
+    Length,
+    NamedTokens,
+    sampling_params,
+)
 from flashinfer_backend.openai.template import ChatTemplate
 from flashinfer_backend.serving.adapters import AdapterNames
 from flashinfer_backend.serving.generation import GenerationRequest
@@ -260,15 +267,20 @@ def _no_model(name: str, names: Sequence[str]) -> ApiError:
 
 
 def generation_request(
+    served: ServedModel,
     request: Sampling,
     prompt: Sequence[int],
-    params: Any,
+    tokens: NamedTokens,
+    length: Length,
     streaming: bool,
     guide: Guide,
     stops: Sequence[str] = (),
 ) -> GenerationRequest:
-    """What is submitted for a prompt. guide: what the answer follows. stops: words that end it next to the
-    request's own."""
+    """What is submitted for a prompt. tokens: what named_tokens returned. guide: what the answer follows.
+    stops: words that end it next to the request's own. Raises ApiError for what does not fit."""
+    end_id = served.tokenizer.eos_id
+    params = sampling_params(request, served.defaults, served.limits, tokens, end_id, length, guide)
+    params.adapter, params.adapter_name = served.adapter(request.model)
     stops = list(dict.fromkeys([*request.stops, *stops]))
     return GenerationRequest(
         np.array(prompt, "<i4"),
