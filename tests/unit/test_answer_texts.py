@@ -21,7 +21,7 @@ from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.core.step import TOP_LOGPROBS
 from flashinfer_backend.openai import chat, completions
 from flashinfer_backend.openai.answer import take_text
-from flashinfer_backend.openai.link import EngineLink, LogitsRoom
+from flashinfer_backend.openai.link import EngineLink, LogitsRoom, Stream, Streams
 from flashinfer_backend.openai.log_probs import (
     TokenLists,
     TokenTexts,
@@ -202,3 +202,19 @@ def test_many_log_probabilities_are_written_in_a_thread(kind: str) -> None:
         threads.clear()
         asyncio.run(made)
         assert set(threads) == {tokens == 1}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_what_is_kept_for_a_client_that_does_not_read_is_counted(streaming: bool) -> None:
+    link: Any = SimpleNamespace(engines=Sent(), schedule=lambda stream: None)
+    params = SamplingParams(max_tokens=99, log_probs=True, top_logprobs=20)
+    streams = Streams(link)
+    stream = Stream(GenerationRequest(np.array([5], "<i4"), params, streaming), link, streams)
+    report = np.zeros(20, TOP_LOGPROBS).tobytes()
+    for n in range(100):
+        code = protocol.FINISHED_LENGTH if n == 99 else protocol.RUNNING
+        stream.on_token(n, code, protocol.RowReport(1, log_prob=-1.0, top_logprobs=report))
+    assert streams.held() >= 100 * len(report)
+    streams.arrived(stream)
+    asyncio.run(anext(streams))
+    assert (streams.held() >= 100 * len(report)) == (not streaming)  # a whole answer is kept until it is sent

@@ -18,7 +18,12 @@ import uvloop
 from starlette.requests import Request
 
 from flashinfer_backend.openai.app import MANY_BODIES, Bodies
-from flashinfer_backend.openai.connection import MOST_HEADER_BYTES, ConnectionLimits, limited_config
+from flashinfer_backend.openai.connection import (
+    CONNECTION,
+    MOST_HEADER_BYTES,
+    ConnectionLimits,
+    limited_config,
+)
 from flashinfer_backend.openai.errors import ApiError
 from waiting import wait_for
 
@@ -60,6 +65,11 @@ class Running:
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await send({"type": "http.response.body", "body": body})
             return
+        if scope["path"] == "/held":
+            scope[CONNECTION].held = lambda: 16 << 20
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": bytes(8 << 20), "more_body": True})
+            scope["path"] = "/leave"
         if scope["path"] == "/leave":
             while (await receive())["type"] != "http.disconnect":
                 pass
@@ -297,6 +307,29 @@ def test_where_all_connections_have_requests_another_one_is_refused_and_nobody_c
         assert all(sock.recv(4096).startswith(b"HTTP/1.1 200 ") for sock in busy)
         with server.connect(WHOLE) as sock:  # an answered one that is kept open makes room
             assert sock.recv(4096).startswith(b"HTTP/1.1 200 ")
+
+
+def test_clients_that_do_not_read_are_cut_where_too_much_is_kept_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The largest first, with what their answers keep besides: small ones stay, however slow their client."""
+    monkeypatch.setattr("flashinfer_backend.openai.connection.MOST_UNREAD", 20 << 20)
+    with running() as server, contextlib.ExitStack() as opened:
+
+        def asked(path: bytes, size: int) -> socket.socket:
+            head = b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (path, size)
+            return opened.enter_context(server.connect(head + b"x" * size))
+
+        def cut(sock: socket.socket) -> bool:
+            return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != 1
+
+        small, large = asked(b"/echo", 8 << 20), [asked(b"/echo", 12 << 20) for _ in range(3)]
+        held = asked(b"/held", 4)
+        wait_for(lambda: cut(held) and server.left.is_set() and any(map(cut, large)))
+        assert not cut(small) and not all(map(cut, large))
+        with server.connect(WHOLE) as sock:
+            assert sock.recv(4096).startswith(b"HTTP/1.1 200 ")
+        assert small.recv(1) == b"H"
 
 
 def test_endless_headers_are_refused() -> None:

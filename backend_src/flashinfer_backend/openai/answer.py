@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from flashinfer_backend.openai import request_ids
-from flashinfer_backend.openai.connection import BODY_SEND
+from flashinfer_backend.openai.connection import BODY_SEND, CONNECTION
 from flashinfer_backend.openai.errors import ApiError, field_error
 from flashinfer_backend.openai.link import SHUTTING_DOWN, ClientLeft, Stream, Streams, unavailable
 from flashinfer_backend.openai.requests import ChatRequest, CompletionRequest
@@ -174,8 +174,11 @@ class GenerationResponse(Response):
         super().__init__()
         self.served, self.streams = served, streams
         self.named = (request_ids.HEADER, answer_id.encode())
+        self.left = False  # the client has
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if CONNECTION in scope:
+            scope[CONNECTION].held = self.streams.held
         watch = asyncio.ensure_future(self._watch(receive))
         try:
             await self._answer(scope, receive, send)
@@ -191,6 +194,7 @@ class GenerationResponse(Response):
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
+        self.left = True
         self.streams.leave()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -217,6 +221,8 @@ class JsonResponse(GenerationResponse):
         while more:
             await send({"type": "http.response.body", "body": content, "more_body": True})
             await asyncio.sleep(0)  # or a client that reads fast would keep the loop
+            if self.left:
+                raise ClientLeft
             content, more = await _gathered(pieces)
         await send({"type": "http.response.body", "body": content})
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
+import struct
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
@@ -21,6 +23,7 @@ import msgspec
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from flashinfer_backend.core.bounds import MOST_UNREAD
 from flashinfer_backend.openai.errors import RETRY_S, ApiError
 from flashinfer_backend.openai.request_ids import new_id
 
@@ -36,9 +39,12 @@ UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 UPGRADE_BEGINS = b"\r\nupgrade:"
 # Between two looks whether a client that sends nothing more still reads.
 FIRST_LOOK_S, LOOK_S = 0.1, 1.0
+UNREAD_LOOK_S = 0.25  # between two looks at what is kept for clients that do not read
 
 # Of a request's scope: sends parts of a body without the layers in between, which have no part in them.
 BODY_SEND = "flashinfer_backend.body_send"
+# Of a request's scope: its connection.
+CONNECTION = "flashinfer_backend.connection"
 _connection: ContextVar[Connection] = ContextVar("connection")  # of the request that the application handles
 
 
@@ -58,7 +64,7 @@ def limited_config(
     uvicorn.Config."""
     config = uvicorn.Config(_Answers(app), http="httptools", interface="asgi3", **options)
     config.load()
-    process = _Process(limits, count_error, config.http_protocol_class, {})
+    process = _Process(limits, count_error, config.http_protocol_class)
 
     class Limited(Connection):
         def __init__(self, **named: Any) -> None:
@@ -68,15 +74,34 @@ def limited_config(
     return config
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Process:
     """What all connections of a process share. protocol: uvicorn's. waiting: those whose request is not
-    whole, the oldest first."""
+    whole, the oldest first. unread: those whose client has not read what was sent."""
 
     limits: ConnectionLimits
     count_error: Callable[[int], None]
     protocol: Callable[..., Any]
-    waiting: dict[Connection, None]
+    waiting: dict[Connection, None] = field(default_factory=dict)
+    unread: set[Connection] = field(default_factory=set)
+    looks: bool = False
+
+    def look_at_unread(self) -> None:
+        """Soon, and again while there are some: where they hold too much together, the largest are cut."""
+        if not self.looks and self.unread:
+            self.looks = True
+            asyncio.get_running_loop().call_later(UNREAD_LOOK_S, self._look_at_unread)
+
+    def _look_at_unread(self) -> None:
+        sizes = {connection: connection.kept() for connection in self.unread}
+        total = sum(sizes.values())
+        for connection in sorted(sizes, key=sizes.__getitem__, reverse=True):
+            if total <= MOST_UNREAD:
+                break
+            total -= sizes[connection]
+            connection.drop(at_once=True)
+        self.looks = False
+        self.look_at_unread()
 
 
 class _Answers:
@@ -105,7 +130,7 @@ class _Answers:
                 ended = True
                 connection.answered()
 
-        scope[BODY_SEND] = noted
+        scope[BODY_SEND], scope[CONNECTION] = noted, connection
         try:
             await self._app(scope, receive, noted)
         finally:
@@ -136,6 +161,7 @@ class Connection(asyncio.Protocol):
         self._ended = False  # the client sends nothing more
         self.answering = False  # an answer has begun that has not ended
         self.cycle: Any = None  # uvicorn's, of the request that is being answered
+        self.held: Callable[[], int] = int  # bytes that its answer keeps besides what was sent
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport, process = transport, self._process
@@ -154,6 +180,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        self._process.unread.discard(self)
         self._open.discard(self)
         if self.cycle is not None:  # uvicorn tells the request that came last alone
             self.cycle.disconnected = True
@@ -166,9 +193,16 @@ class Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._inner.pause_writing()
+        self._process.unread.add(self)
+        self._process.look_at_unread()
 
     def resume_writing(self) -> None:
         self._inner.resume_writing()
+        self._process.unread.discard(self)
+
+    def kept(self) -> int:
+        """Bytes that are kept until its client reads."""
+        return self._transport.get_write_buffer_size() + self.held()
 
     def data_received(self, data: bytes) -> None:
         if self._transport.is_closing():
@@ -236,7 +270,7 @@ class Connection(asyncio.Protocol):
 
     def answered(self) -> None:
         """The oldest request has been."""
-        self.answering = False
+        self.answering, self.held = False, int
         self._unanswered -= 1
         self._whole -= 1  # -1: its body is still arriving
         if self._ended:
@@ -253,10 +287,14 @@ class Connection(asyncio.Protocol):
             self._refuse(503, "the server is shutting down, and the request had not arrived")
         self._inner.shutdown()
 
-    def drop(self) -> None:
-        """Closes it at once; another one takes its place."""
+    def drop(self, at_once: bool = False) -> None:
+        """Closes it; what its client has not read is lost. at_once: the kernel keeps none of that either."""
         self._stop_waiting()
+        self._process.unread.discard(self)
         self._open.discard(self)
+        if at_once:
+            sock = self._transport.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._transport.abort()
 
     def _make_room(self) -> None:

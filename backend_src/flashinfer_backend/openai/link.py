@@ -244,6 +244,11 @@ class Streams:
         self._waiter: asyncio.Future[None] | None = None
         self._open: int | None = None
         self._failure: Exception | None = None
+        self._taken = 0  # bytes of whole answers that were taken
+
+    def held(self) -> int:
+        """Bytes that are kept of its answers until the client reads them."""
+        return self._taken + sum(stream.waiting_bytes for stream in self.all)
 
     def arrived(self, stream: Stream) -> None:
         chunk = None
@@ -294,6 +299,8 @@ class Streams:
                 chunk = stream.take() if chunk is None else chunk
                 if chunk is not None:
                     self._open -= chunk.last
+                    if not stream.row.streaming:
+                        self._taken += chunk.size
                     if stream.failure is not None and not chunk.last:  # it came while the chunk waited
                         self._ready.append((stream, None))
                     return stream, chunk

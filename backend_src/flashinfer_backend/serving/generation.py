@@ -30,6 +30,7 @@ FINISH_REASONS = {
     protocol.FINISHED_CANCELLED: "cancelled",
 }
 Item = tuple[int, int, protocol.RowReport | None]  # token, finish code, report
+ITEM_BYTES, REPORT_BYTES = 104, 256  # of one, and of its report if it has log probabilities
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,11 @@ class Chunk:
     @property
     def last(self) -> bool:
         return self.code != protocol.RUNNING
+
+    @property
+    def size(self) -> int:
+        """Some bytes that it takes, with its text."""
+        return 40 * len(self.ids) + 4 * len(self.log_probs) + len(self.top_logprobs)
 
 
 class _Followed(NamedTuple):
@@ -197,6 +203,13 @@ class Generation:
     def on_failure(self, message: str, refused: bool) -> None:
         self.failure, self.refused = message, refused
         self._wake()
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Some bytes that what has arrived takes until it is taken."""
+        params = self.row.params
+        report = (REPORT_BYTES + TOP_LOGPROBS.itemsize * params.top_logprobs) if params.log_probs else 0
+        return len(self._arrived) * (ITEM_BYTES + report)
 
     @property
     def ending(self) -> bool:
