@@ -111,6 +111,19 @@ def test_new_and_old_rope_keys_mean_the_same(tmp_path):
         ({"layer_types": ["full_attention"] * 31}, "layer_types names 31 layers; it should .* 32"),
         ({"layer_types": ["sliding_attention"]},
          "layer_types has sliding_attention, but sliding_window is not"),
+        ({"num_attention_heads": None}, "num_attention_heads is null; it should be an integer of at least 1"),
+        ({"max_position_embeddings": "4096"}, 'max_position_embeddings is "4096"; it should be an integer'),
+        ({"num_key_value_heads": 2.0}, "num_key_value_heads is 2.0; it should be an integer of at least 1"),
+        ({"head_dim": -64}, "head_dim is -64; it should be an integer of at least 1"),
+        ({"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": "4096"},
+         'sliding_window is "4096"; it should be an integer of at least 1'),
+        ({"architectures": "LlamaForCausalLM"}, 'architectures is "LlamaForCausalLM"; it should be a list'),
+        ({"rope_theta": 10**400}, "; it should be a finite number"),
+        ({"rms_norm_eps": None}, "rms_norm_eps is null; it should be a number greater than 0"),
+        ({"rope_scaling": 1}, "rope_scaling is 1; it should be an object"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope_scaling.factor is 0; it should be a"),
+        ({"hidden_size": 10**12}, "hidden_size is 1000000000000; it should be an integer .*, in 31 bits"),
+        ({"eos_token_id": "x"}, 'eos_token_id is "x"; it should be a token id or a list of them'),
     ],
 )  # fmt: skip
 def test_what_is_not_computed_is_refused(tmp_path, changes, message):
@@ -317,23 +330,45 @@ def test_published_sizes_of_delta_nets(shape, states, size):
     assert 4 * state_format(part).bytes_per_sequence == state_format(model).bytes_per_sequence
 
 
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+
+
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("kind", "changes", "message"),
     [
-        ({"layer_types": ["linear_attention"] * 5}, "and one of them at least full_attention"),
-        ({"layer_types": ["full_attention"] * 4}, "it should name num_hidden_layers, 5, layers"),
-        ({"layer_types": ["sliding_attention"] * 5}, "has 'sliding_attention'; .* and linear_attention"),
-        (
-            {"linear_num_value_heads": 3},
-            "linear_num_value_heads 3 is not a multiple of linear_num_key_heads 2",
-        ),
-        ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim is 0; it should be an integer"),
-        ({"attn_output_gate": False}, "attn_output_gate false is not supported"),
+        ("qwen3.5", {"layer_types": ["linear_attention"] * 5}, "and one of them at least full_attention"),
+        ("qwen3.5", {"layer_types": ["full_attention"] * 4}, "it should name num_hidden_layers, 5, layers"),
+        ("qwen3.5", {"layer_types": ["sliding_attention"] * 5},
+         "has 'sliding_attention'; .* and linear_attention"),
+        ("qwen3.5", {"linear_num_value_heads": 3},
+         "linear_num_value_heads 3 is not a multiple of linear_num_key_heads 2"),
+        ("qwen3.5", {"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim is 0; it should be an integer"),
+        ("qwen3.5", {"attn_output_gate": False}, "attn_output_gate false is not supported"),
+        ("qwen3-moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0; it should be an integer of"),
+        ("qwen3-moe", {"mlp_only_layers": [True]},
+         r"mlp_only_layers is \[true\]; it should be a list of layers' numbers"),
+        ("qwen3-moe", {"num_experts": 9}, "num_experts and num_local_experts differ"),
+        ("qwen3-moe", {"num_experts": "8"}, "num_experts and num_local_experts differ"),
+        ("qwen3-moe", {"num_local_experts": ...}, "it has neither num_experts nor num_local_experts"),
+        ("qwen3-moe", {"num_local_experts": 0}, "num_local_experts is 0; it should be an integer"),
+        ("qwen3-moe", {"num_experts_per_tok": 9},
+         "num_experts_per_tok is 9; it should be at most the number of experts, 8"),
+        ("qwen3-moe", {"num_experts_per_tok": "2"}, 'num_experts_per_tok is "2"; it should be an integer'),
+        ("qwen3-moe", {"moe_intermediate_size": ...}, "has no 'moe_intermediate_size'"),
+        ("qwen3-moe", {"norm_topk_prob": "yes"}, 'norm_topk_prob is "yes"'),
+        ("qwen3-moe", {"quantization_config": FP8 | {"activation_scheme": "static"}},
+         "experts in FP8 with stored scales of activations are not supported; take one with dynamic"),
+        ("qwen3-moe", {"head_dim": 64, "quantization_config": FP8 | {"weight_block_size": [128, 128]}},
+         "experts.0.gate_proj has 48 rows; with FP8 scales of 128x128 blocks"),
+        ("llama4", {"num_experts_per_tok": 2}, "num_experts_per_tok 2 is not supported for Llama 4"),
+        ("llama4", {"moe_layers": ["1"]}, "moe_layers is .* it should be a list of layers' numbers"),
+        ("llama4", {"attention_chunk_size": None}, "attention_chunk_size is null; it should be an integer"),
+        ("llama4", {"layer_types": ["full_attention"]}, "layer_types names 1 layers; it should name 4"),
     ],
-)
-def test_delta_nets_that_are_not_computed_are_refused(tmp_path, changes, message):
+)  # fmt: skip
+def test_what_is_not_computed_of_other_families_is_refused(tmp_path, kind, changes, message):
     with pytest.raises(ValueError, match=message):
-        parse_kind(tmp_path, "qwen3.5", **changes)
+        parse_kind(tmp_path, kind, **changes)
 
 
 def test_delta_nets_are_cut_by_key_heads(tmp_path):
@@ -359,40 +394,6 @@ def test_experts_are_those_of_transformers(tmp_path, kind):
     older = parse_kind(tmp_path, kind, num_local_experts=..., num_experts=5, rope_parameters=...)
     assert isinstance(older.mlp, Experts) and older.mlp.count == 5
     assert older.attention.rope.theta == (1e6 if kind == "mixtral" else 1e4)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0; it should be an integer of at least 1"),
-        ({"mlp_only_layers": [True]}, r"mlp_only_layers is \[true\]; it should be a list of layers' numbers"),
-        ({"num_experts": 9}, "num_experts and num_local_experts differ"),
-        ({"num_experts": "8"}, "num_experts and num_local_experts differ"),
-        ({"num_local_experts": ...}, "config.json: it has neither num_experts nor num_local_experts"),
-        ({"num_local_experts": 0}, "num_local_experts is 0; it should be an integer of at least 1"),
-        ({"num_experts_per_tok": 9},
-         "num_experts_per_tok is 9; it should be at most the number of experts, 8"),
-        ({"num_experts_per_tok": "2"}, 'num_experts_per_tok is "2"; it should be an integer'),
-        ({"moe_intermediate_size": ...}, "has no 'moe_intermediate_size'"),
-        ({"norm_topk_prob": "yes"}, 'norm_topk_prob is "yes"'),
-        ({"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}},
-         "experts in FP8 with stored scales of activations are not supported; take one with dynamic"),
-        (
-            {
-                "head_dim": 64,
-                "quantization_config": {
-                    "quant_method": "fp8",
-                    "activation_scheme": "dynamic",
-                    "weight_block_size": [128, 128],
-                },
-            },
-            "experts.0.gate_proj has 48 rows; with FP8 scales of 128x128 blocks",
-        ),
-    ],
-)  # fmt: skip
-def test_experts_that_are_not_computed_are_refused(tmp_path, changes, message):
-    with pytest.raises(ValueError, match=message):
-        parse_kind(tmp_path, **changes)
 
 
 def test_a_window_is_that_of_all_layers_with_experts(tmp_path):
@@ -435,14 +436,6 @@ def test_chunks_count_where_sequences_are_longer(tmp_path):
     assert not any(mixer.variant or mixer.by_head for mixer in spec.within(21).attentions)
     mpt = read_spec(make_checkpoint("mpt", tmp_path / "mpt"))
     assert all(mixer.variant == "alibi" for mixer in mpt.within(1).attentions)
-    for keys, words in (
-        ({"num_experts_per_tok": 2}, "num_experts_per_tok 2 is not supported for Llama 4"),
-        ({"moe_layers": ["1"]}, "moe_layers is .* it should be a list of layers' numbers"),
-        ({"attention_chunk_size": None}, "attention_chunk_size is null; it should be an integer"),
-        ({"layer_types": ["full_attention"]}, "layer_types names 1 layers; it should name 4"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            read_spec(tmp_path, changes=keys)
 
 
 def test_llama_4_as_published_has_every_fourth_layer_without_positions(tmp_path):

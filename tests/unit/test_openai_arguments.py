@@ -18,6 +18,7 @@ from flashinfer_backend.launch import launcher, probe
 from flashinfer_backend.openai import worker
 from flashinfer_backend.openai.__main__ import main
 from flashinfer_backend.openai.options import worker_count
+from perf_configs import bench_engine, profile_steps
 from ports import free_ports
 
 ROOT = Path(__file__).parents[2]
@@ -94,27 +95,37 @@ def test_what_does_not_go_together_is_refused(capsys, free_port, command, argume
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [main, prebuild.main])
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["max_num_seqs=4", "--set", "max_num_seqs=5"],
-         "--set: max_num_seqs=5: already set to 4; set it once"),
-        (["dtype=float16", "dtype ="], "--set: dtype=: already set to float16; set it once"),
-        (["max_num_seqs"], "--set max_num_seqs: should be knob=value"),
-        (["model_dir=/m"], "--set model_dir: should be given as --model"),
-        (["max_num_seq=4"], "--set: unknown knob 'max_num_seq'; did you mean max_num_seqs"),
-        (["zzzz=4"], "--set: unknown knob 'zzzz'; docs/knobs.md has all"),
-        (["llm_instance_count=4"], "--set llm_instance_count: is no knob of the engine, which runs without"),
-        (["engine_dir=/e"], "--set: engine_dir=/e: there are no engine files here: set model_dir to"),
+        (["max_num_seqs=4", "max_num_seqs=5"], "max_num_seqs=5: already set to 4; set it once"),
+        (["dtype=float16", "dtype ="], "dtype=: already set to float16; set it once"),
+        (["max_num_seqs"], "max_num_seqs: should be knob=value"),
+        (["model_dir=/m"], "model_dir: should be given as --model"),
+        (["max_num_seq=4"], "unknown knob 'max_num_seq'; did you mean max_num_seqs"),
+        (["zzzz=4"], "unknown knob 'zzzz'; docs/knobs.md has all"),
+        (["llm_instance_count=4"], "llm_instance_count: is no knob of the engine, which runs without"),
+        (["engine_dir=/e"], "engine_dir=/e: there are no engine files here: set model_dir to"),
         (["max_num_seqs=x", "dtype=int8"],
          "max_num_seqs=x: should be an integer 1..4096; --set: dtype=int8: should"),
     ],
 )  # fmt: skip
-def test_settings_are_read_as_build_reads_them(capsys, free_port, command, settings, message):
+def test_settings_are_read_as_build_reads_them(settings, message):
+    with pytest.raises(ValueError, match=f"^--set:? {re.escape(message)}"):
+        engine_parameters(settings, {"model_dir": "--model"})
+
+
+@pytest.mark.parametrize("command", [main, prebuild.main, bench_engine.main, profile_steps.main])
+def test_every_command_refuses_settings_that_it_has_an_option_for(capsys, free_port, command):
+    name, option = (
+        ("model_dir", "--model") if command in (main, prebuild.main) else ("load_format", "--load-f")
+    )
     more = ["--port", free_port] if command is main else []
-    assert command(["--model", "bundled", "--set", *settings, *more]) == 1
-    assert message in capsys.readouterr().err
+    try:
+        status = command(["--model", "bundled", "--set", "max_num_seqs=8", "--set", f"{name}=auto", *more])
+    except SystemExit as end:
+        status = end.code
+    assert status and f"--set {name}: should be given as {option}" in capsys.readouterr().err
 
 
 def test_what_settings_may_be():

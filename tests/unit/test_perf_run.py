@@ -363,24 +363,6 @@ def test_a_dry_run_says_what_it_would_do_and_does_nothing(tmp_path, asked, monke
     assert "none.json: there is no such file" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("main", [bench_engine.main, profile_steps.main])
-@pytest.mark.parametrize(
-    "item, message",
-    [
-        ("bad", "--set bad: should be knob=value"),
-        ("max_num_seq=4", "unknown knob 'max_num_seq'; did you mean max_num_seqs"),
-        ("max_num_seqs=x", "--set: max_num_seqs=x: should be an integer 1..4096"),
-        ("llm_instance_count=4", "--set llm_instance_count: is no knob of the engine"),
-        ("load_format=auto", "--set load_format: should be given as --load-format"),
-    ],
-)
-def test_engine_benchmarks_refuse_what_build_refuses(tmp_path, capsys, main, item, message):
-    make_checkpoint("llama", tmp_path)
-    with pytest.raises(SystemExit) as caught:
-        main(["--model", str(tmp_path), "--set", "max_num_seqs=8", "--set", item])
-    assert caught.value.code == 2 and message in capsys.readouterr().err
-
-
 def test_kinds_of_steps_are_read():
     assert profile_steps.parse_steps("1024/0,0/64,8/1") == [(1024, 0), (0, 64), (8, 1)]
     for text in ("", "8", "8/", "1/2,", "0/0", "-1/3", "8/1@300"):
