@@ -327,13 +327,13 @@ def test_what_has_no_effect_beside_an_option_is_refused(capsys, monkeypatch, opt
 
 
 def values_of(knob: Knob) -> st.SearchStrategy[str]:
-    words = st.sampled_from(knob.words) if knob.words else st.nothing()
-    numbers = st.integers(int(knob.low), int(min(knob.high, 50_000)))
-    match knob.kind:
+    words = st.sampled_from(knob.values.words) if knob.values.words else st.nothing()
+    numbers = st.integers(int(knob.values.low), int(min(knob.values.high, 50_000)))
+    match knob.values.kind:
         case "int":
             return words | numbers.map(str)
         case "float":
-            return st.floats(knob.low, knob.high).map(repr)
+            return st.floats(knob.values.low, knob.values.high).map(repr)
         case "bool":
             return st.sampled_from(["True", "true", "TRUE", "1", "False", "false", "FALSE", "0"])
         case "sizes":
@@ -347,7 +347,7 @@ def values_of(knob: Knob) -> st.SearchStrategy[str]:
 
 ALL_KNOBS = st.fixed_dictionaries({}, optional={knob.name: values_of(knob) for knob in KNOBS})
 A_FEW_KNOBS = st.lists(
-    st.sampled_from([knob for knob in KNOBS if knob.kind != "path"]).flatmap(
+    st.sampled_from([knob for knob in KNOBS if knob.values.kind != "path"]).flatmap(
         lambda knob: st.tuples(st.just(knob.name), values_of(knob))
     ),
     max_size=3,
@@ -383,7 +383,7 @@ def test_parse_accepts_its_own_spelling_or_says_what_is_right(knob, text):
     try:
         value = knob.parse(text)
     except ValueError as error:
-        assert str(error) == f"should be {knob.expected()}"
+        assert str(error) == f"should be {knob.values.expected()}"
     else:
         assert knob.parse(value) == value
         assert "\n" not in value

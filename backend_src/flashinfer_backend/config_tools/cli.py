@@ -337,7 +337,7 @@ def text_table() -> str:
         blocks.append(
             f"{knob.name} = {knob.default}\n"
             + textwrap.fill(knob.meaning, 100, initial_indent="    ", subsequent_indent="    ")
-            + f"\n    values: {knob.expected()}\n    models: {_models(knob)}"
+            + f"\n    values: {knob.values.expected()}\n    models: {_models(knob)}"
             f"   TensorRT-LLM: {', '.join(_trt_names(knob)) or '-'}\n"
         )
     return "\n".join(blocks)
@@ -361,7 +361,7 @@ def markdown_table() -> str:
     ]
     for knob in KNOBS:
         names = ", ".join(f"{name}\\*" for name in _trt_names(knob)) or knob.name
-        cells = (names, knob.default, knob.expected(), _models(knob), knob.meaning)
+        cells = (names, knob.default, knob.values.expected(), _models(knob), knob.meaning)
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",

@@ -7,9 +7,10 @@ the checks read the table; the config.pbtxt files in model_repo/ hold its defaul
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 from flashinfer_backend.core import config as engine
-from flashinfer_backend.core.values import INT32_MAX, Kind, Values
+from flashinfer_backend.core.values import Kind, Values
 
 PRE, LLM, POST = "preprocessing", "llm", "postprocessing"
 MODELS = ("ensemble", PRE, LLM, POST)
@@ -24,40 +25,25 @@ TRT_LLM, BLS = "tensorrt_llm", "tensorrt_llm_bls"  # TensorRT-LLM's names of its
 class Knob:
     """One knob.
 
-    default: the value as build.py writes it, or "auto" where that is among `words`.
+    default: the value as build.py writes it, or "auto" where that is among the words of `values`.
     places: (model, field) pairs; a field is a dotted path into ModelConfig, where `parameters.x` is the
         string parameter x and a repeated message stands for its first element. REPORT_OUTPUTS and
         SECOND_ENSEMBLE are no fields: patch.py drops these outputs, or writes the ensemble once more.
-    words: values accepted as they are. For a choice, all of them.
-    low, high: bounds, both included, of an int, a float or each of sizes.
     aliases: other names that TensorRT-LLM has for it.
-    text: as Values.text.
     """
 
     name: str
     default: str
-    kind: Kind
+    values: Values
     places: tuple[tuple[str, str], ...]
     meaning: str
-    words: tuple[str, ...] = ()
-    low: float = 0
-    high: float = INT32_MAX
     aliases: tuple[str, ...] = ()
     in_trt: bool = False
-    text: str = ""
-
-    @property
-    def values(self) -> Values:
-        return Values(self.kind, self.words, self.low, self.high, self.text)
-
-    def expected(self) -> str:
-        """What the value may be, for tables and error messages."""
-        return self.values.expected()
 
     def parse(self, text: str) -> str:
         """The value in its one spelling. Raises ValueError saying what the value should be."""
         value = self.values.parse(text)
-        if self.kind == "path" and value not in self.words:
+        if self.values.kind == "path" and value not in self.values.words:
             return os.path.abspath(os.path.expanduser(value))
         return value
 
@@ -66,9 +52,17 @@ def _parameter(name: str, *models: str) -> tuple[tuple[str, str], ...]:
     return tuple((model, f"parameters.{name}") for model in models or (LLM,))
 
 
-def _llm(name: str, default: str, kind: Kind, meaning: str, **rest) -> Knob:
+def _knob(
+    name: str, default: str, kind: Kind, places: tuple[tuple[str, str], ...], meaning: str,
+    aliases: tuple[str, ...] = (), in_trt: bool = False, **bounds: Any,
+) -> Knob:  # fmt: skip
+    """bounds: fields of Values."""
+    return Knob(name, default, Values(kind, **bounds), places, meaning, aliases, in_trt)
+
+
+def _llm(name: str, default: str, kind: Kind, meaning: str, **rest: Any) -> Knob:
     """A knob that is a parameter of the llm model under its own name, which the stubs read."""
-    return Knob(name, default, kind, _parameter(name), meaning, **rest)
+    return _knob(name, default, kind, _parameter(name), meaning, **rest)
 
 
 # Where an engine's knob goes, if not to the llm model's parameter of its name alone.
@@ -93,10 +87,9 @@ def engine_knobs() -> tuple[Knob, ...]:
     """A knob for each field of the engine's configuration, in their order."""
     return tuple(
         Knob(
-            field.name, field.default_text, field.values.kind,
-            ENGINE_PLACES.get(field.name, _parameter(field.name)), field.meaning, words=field.values.words,
-            low=field.values.low, high=field.values.high, in_trt=field.name in ENGINE_IN_TRT,
-            text=field.values.text,
+            field.name, field.default_text, field.values,
+            ENGINE_PLACES.get(field.name, _parameter(field.name)), field.meaning,
+            in_trt=field.name in ENGINE_IN_TRT,
         )
         for field in engine.fields(engine.EngineConfig)
     )  # fmt: skip
@@ -104,7 +97,7 @@ def engine_knobs() -> tuple[Knob, ...]:
 
 KNOBS: tuple[Knob, ...] = (
     *engine_knobs(),
-    Knob(
+    _knob(
         "batching_strategy", "inflight_fused_batching", "choice", _parameter("gpt_model_type"),
         words=("inflight_fused_batching", "inflight_batching"), aliases=("gpt_model_type",), in_trt=True,
         meaning="sequences join and leave the batch at every step; both words mean that",
@@ -114,7 +107,7 @@ KNOBS: tuple[Knob, ...] = (
         "exclude_input_in_output", "false", "bool", in_trt=True,
         meaning="answers without streaming leave the prompt out, unless the request says otherwise",
     ),
-    Knob(
+    _knob(
         "ensemble_report_outputs", "true", "bool", (("ensemble", REPORT_OUTPUTS),),
         meaning="false = the ensemble has no outputs of log probs, logits and perf metrics, each of which "
         "costs tritonserver time and memory in every chunk, and refuses requests for them",
@@ -134,58 +127,58 @@ KNOBS: tuple[Knob, ...] = (
         meaning="MiB of logits that a sequence can request from the ensemble over HTTP, as JSON: "
         "tritonserver sends no other answer of the ensemble while it writes them. 0 = no bound",
     ),
-    Knob(
+    _knob(
         BLS, "false", "bool", (("ensemble", SECOND_ENSEMBLE),),
         meaning="true = the ensemble also under this name, for clients of TensorRT-LLM's BLS model",
     ),
-    Knob(
+    _knob(
         "max_prompt_bytes", "1048576", "int", _parameter("max_prompt_bytes", PRE),
         meaning="bytes of a prompt; all prompts of a request can have 8 times as many. More are refused "
         "before they are tokenised. 0 = no bound",
     ),
-    Knob(
+    _knob(
         "add_special_tokens", "true", "bool", _parameter("add_special_tokens", PRE), in_trt=True,
         meaning="put the tokenizer's special tokens (BOS ...) around each prompt",
     ),
-    Knob(
+    _knob(
         "skip_special_tokens", "true", "bool", _parameter("skip_special_tokens", LLM, POST), in_trt=True,
         meaning="leave special tokens out of the text",
     ),
     # Triton.
-    Knob(
+    _knob(
         "triton_max_batch_size", "256", "int", tuple((model, "max_batch_size") for model in MODELS),
         low=1, high=65536, in_trt=True,
         meaning="most prompts in one request, and requests passed in one call",
     ),
-    Knob(
+    _knob(
         "preferred_batch_size", "auto", "sizes",
         ((PRE, f"{BATCHING}.preferred_batch_size"),), words=("auto",), low=1, high=65536,
         meaning="batch sizes Triton's batcher aims at within the queue delay; auto = triton_max_batch_size",
     ),
-    Knob(
+    _knob(
         "llm_preferred_batch_size", "auto", "sizes",
         ((LLM, f"{BATCHING}.preferred_batch_size"),), words=("auto",), low=1, high=65536,
         meaning="the same for llm; with 1, no instance takes most of a burst; auto = preferred_batch_size",
     ),
-    Knob(
+    _knob(
         "max_queue_delay_microseconds", "0", "int",
         tuple((model, f"{BATCHING}.max_queue_delay_microseconds") for model in (PRE, LLM)),
         in_trt=True, meaning="time that Triton's batcher can delay a request to build a larger group",
     ),
-    Knob(
+    _knob(
         "decoupled_mode", "true", "bool", ((LLM, "model_transaction_policy.decoupled"),), in_trt=True,
         meaning="false = one answer a request, without streaming, also for unary gRPC and HTTP infer",
     ),
-    Knob(
+    _knob(
         "preprocessing_instance_count", "1", "int", ((PRE, "instance_group.count"),), low=1, high=64,
         in_trt=True, meaning="processes that tokenise",
     ),
-    Knob(
+    _knob(
         "llm_instance_count", "2", "int", ((LLM, "instance_group.count"),), low=1, high=64,
         meaning="processes that pass requests and tokens between Triton and the engine, "
         "6\u00a0000 to 11\u00a0000 responses/s each; 4 to 6 for a large GPU",
     ),
-    Knob(
+    _knob(
         "postprocessing_instance_count", "2", "int", ((POST, "instance_group.count"),), low=1, high=64,
         in_trt=True, meaning="processes that turn tokens into text",
     ),

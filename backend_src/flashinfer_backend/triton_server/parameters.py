@@ -29,9 +29,9 @@ def knob_value(parameters: dict[str, str], name: str) -> Any:
         value = knob.parse(text)
     except ValueError as error:
         raise ValueError(f"parameter {name} is {text!r}; it {error}") from None
-    if knob.kind == "bool":
+    if knob.values.kind == "bool":
         return value == "true"
-    return int(value) if knob.kind == "int" else value
+    return int(value) if knob.values.kind == "int" else value
 
 
 def read_tokenizer(parameters: dict[str, str]) -> TextTokenizer:
