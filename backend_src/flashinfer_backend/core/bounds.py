@@ -39,6 +39,7 @@ def check(name: str, found: int, most: int | None, of: str, where: str = "") -> 
 
 MOST_WORD = 1 << 14  # bytes, or ids, of one stop or bad word: a token that may go on with it takes 0.06 ms
 MOST_IDS = 1 << 20  # a second's work for the tokenizer
+MOST_TEXTS = 1 << 20  # of a tensor: 256 rows, each padded to 4096 words
 MOST_SEQUENCES = 4096  # of one request, as many as can ever run at once: others wait while they are queued
 MOST_INPUTS = 2048  # texts of one request for embeddings, documents of one for scores
 MOST_CHOICES = 128  # of one request to the OpenAI API: n times its prompts

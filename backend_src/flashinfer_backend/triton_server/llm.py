@@ -35,6 +35,7 @@ from flashinfer_backend.triton_server.request_parameters import read_request_par
 from flashinfer_backend.triton_server.requests import LlmLimits, Tensors, is_stop, parse_request
 from flashinfer_backend.triton_server.responder import Responder
 from flashinfer_backend.triton_server.sequence import Place, Sequence, of_ensemble
+from flashinfer_backend.triton_server.texts import bound_texts
 
 
 class TritonPythonModel:
@@ -45,6 +46,7 @@ class TritonPythonModel:
         import triton_python_backend_utils as pb_utils  # exists inside Triton's stub only
 
         self._pb = pb_utils
+        bound_texts(pb_utils)
         self._name = args["model_name"]
         self._parameters = read_parameters(args["model_config"], LLM)
         # An engine takes a minute to start: what is wrong with any parameter is said before.

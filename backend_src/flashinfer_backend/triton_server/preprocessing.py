@@ -15,6 +15,7 @@ from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.triton_server.bounds import check_padded, check_prompts, check_tensors
 from flashinfer_backend.triton_server.freeze_guard import FreezeGuard
 from flashinfer_backend.triton_server.parameters import knob_value, read_parameters, read_tokenizer
+from flashinfer_backend.triton_server.texts import bound_texts
 
 Tensors = dict[str, np.ndarray]
 
@@ -233,6 +234,10 @@ class TritonPythonModel:
     """Triton's interface: tensors in, tensors out."""
 
     def initialize(self, args: dict[str, str]) -> None:
+        import triton_python_backend_utils as pb_utils  # exists inside Triton's stub only
+
+        self._pb = pb_utils
+        bound_texts(pb_utils)
         parameters = read_parameters(args["model_config"], PRE)
         self._preprocessor = Preprocessor(
             read_tokenizer(parameters),
@@ -242,9 +247,7 @@ class TritonPythonModel:
         self._freeze_guard = FreezeGuard(processes_dir(owner_pid()))
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        import triton_python_backend_utils as pb_utils  # exists inside Triton's stub only
-
-        responses = []
+        pb_utils, responses = self._pb, []
         with self._freeze_guard.watched():
             inputs = [{tensor.name(): tensor.as_numpy() for tensor in each.inputs()} for each in requests]
             for request, result in zip(requests, self._preprocessor.run(inputs), strict=True):
