@@ -72,14 +72,6 @@ def endpoints(contract: Server, unary: Server) -> Endpoints:
 
 MISTAKES: dict[str, tuple[Values, str]] = {
     "sampling value": ({"temperature": number(-1.0)}, "temperature is -1; it should be at least 0"),
-    "beam width": ({"beam_width": int32(2)}, "beam_width is 2, which is not supported"),
-    "no tokens": ({"max_tokens": int32(0)}, "request_output_len (max_tokens) is 0; it should be at least 1"),
-    "long prompt": (
-        {"text_input": strings("word " * 3000)},
-        "Prompt length (3003) exceeds maximum input length (2047). Shorten the prompt; max_seq_len (2048) is"
-        " the most that the checkpoint allows",
-    ),
-    "LoRA": ({"lora_task_id": np.array([[1]], np.uint64)}, "lora_task_id is not supported"),
     "of preprocessing": (
         {"embedding_bias_words": strings("a")},
         "embedding_bias_words and embedding_bias_weights belong together",

@@ -27,9 +27,6 @@ def test_bodies_paths_and_models(door: OpenAiServer) -> None:
     assert (status, param, code) == (404, "model", "model_not_found") and "tiny-chat" in message
     assert door.error("/v1/nothing", {})[:2] == (404, "there is no /v1/nothing")
     assert door.error("/v1/load_lora_adapter", {})[1].endswith("was started without --lora-root")
-    for path, needs in (("/v1/embeddings", "an embedding model"), ("/v1/rerank", "a reranker")):
-        status, message, param, _ = door.error(path, {})
-        assert (status, param) == (404, "model") and f"writes text, and {path} needs {needs}" in message
     assert door.error(CHAT)[:2] == (405, f"{CHAT} takes POST, not GET")
     assert door.call(CHAT)[1]["allow"] == "POST"
     assert door.error("/v1/models/gpt-4")[3] == "model_not_found"

@@ -15,10 +15,12 @@ from flashinfer_backend.openai.served_model import ServedModel
 class Api:
     """The application of one process without an engine."""
 
-    def __init__(self, template: str | None = None, longest: int = 1 << 20, **access: Any) -> None:
-        """template: its file, in place of the bundled model's. longest: the engine's max_seq_len."""
+    def __init__(
+        self, template: str | None = None, longest: int = 1 << 20, model_dir: str = "bundled", **access: Any
+    ) -> None:
+        """template: its file, in place of the checkpoint's. longest: the engine's max_seq_len."""
         metrics: Any = SimpleNamespace(error=lambda status: None)
-        model = Model(["m"], EngineConfig(model_dir="bundled"), template_file=template)
+        model = Model(["m"], EngineConfig(model_dir=model_dir), template_file=template)
         self.served = ServedModel(model, metrics)
         limits = SimpleNamespace(vocab_size=2048, max_seq_len=longest, max_input_len=longest - 1)
         self.engines = SimpleNamespace(status=limits, up=True)

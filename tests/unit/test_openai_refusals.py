@@ -9,15 +9,22 @@ import pytest
 from openai_api import Api
 from openai_server import TEMPLATE
 
-CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
-    f"/v1/{name}" for name in ("chat/completions", "completions", "responses", "messages")
+from embedding_checkpoints import make_embedder, make_reranker
+
+CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS, RERANK, SCORE = (
+    f"/v1/{name}"
+    for name in ("chat/completions", "completions", "responses", "messages", "embeddings", "rerank", "score")
 )
 ASK = [{"role": "user", "content": "Hi"}]
+WRITING = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
 GOOD: dict[str, dict[str, Any]] = {
     CHAT: {"messages": ASK, "max_tokens": 3},
     COMPLETIONS: {"prompt": "Once upon a time", "max_tokens": 2},
     RESPONSES: {"input": "Once upon a time"},
     MESSAGES: {"messages": ASK, "max_tokens": 3},
+    EMBEDDINGS: {"input": "a"},
+    RERANK: {"query": "Who is the king?", "documents": ["a"]},
+    SCORE: {},
 }
 # Each also with one of these, where that is not what is wrong: before a stream has begun, and with
 # instructions, which are no part of the input.
@@ -230,25 +237,67 @@ REFUSED: list[tuple[Any, ...]] = [
     (MESSAGES, {"fallbacks": []}, "Unrecognized request argument supplied: fallbacks"),
     (MESSAGES, {"max_tokens": 0}, "max_tokens: "),
     (MESSAGES, {"stop_sequences": ["x" * 20000]}, "stop_sequences has 20000 bytes"),
+    (EMBEDDINGS, {"input": ["a", "b", "", "c"]}, 'input[2] is ""; it should be a text that is not empty'),
+    (EMBEDDINGS, {"input": ["a", 5]}, "input[0]", "input[0]"),
+    (EMBEDDINGS, {"input": [[1], [2, "x"]]}, "input[1]", "input[1]"),
+    (EMBEDDINGS, {"input": []}, "input has 0 elements; it should have 1 to 2048"),
+    (EMBEDDINGS, {"input": ["a"] * 2049}, "input has 2049 elements; it should have 1 to 2048"),
+    (EMBEDDINGS, {"input": [[1], [2], [9, 2048]]}, "input[2] holds 2048; token ids should lie in 0..2047"),
+    (EMBEDDINGS, {"input": [[5], [5] * 2048]}, "input[1] has 2048 tokens; it should have 1 to 2047"),
+    (EMBEDDINGS, {"dimensions": 65}, "dimensions is 65; the model's embeddings have 64"),
+    (EMBEDDINGS, {"prompt_name": "passage"}, "the checkpoint's prompts are: query, document"),
+    (EMBEDDINGS, {"encoding_format": "int8"}, "encoding_format"),
+    (EMBEDDINGS, {"queue_timeout": 0}, "queue_timeout"),
+    (RERANK, {"documents": ["a", None]}, "documents[1] is null; it should be a text that is not empty"),
+    (RERANK, {"query": ""}, "query"),
+    (RERANK, {"documents": []}, "documents"),
+    (RERANK, {"documents": ["a", "word " * 2100]}, "documents[1] makes, with its query, a prompt of "),
+    (RERANK, {"query": "a" * 10_000, "documents": ["b"] * 1000},  # each brings the query
+     "documents has 10001000 characters, with the query"),
+    (SCORE, {"queries": ["a", "b"], "documents": ["a"] * 3},
+     "queries has 2 texts and documents has 3; give one"),
+    (SCORE, {"text_2": "a"}, "queries or text_1 should be there, and not both"),
 ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def api(tmp_path_factory: pytest.TempPathFactory) -> Api:
-    template = tmp_path_factory.mktemp("template") / "chat_template.jinja"
-    template.write_text(TEMPLATE)
-    return Api(str(template), 2048)
+def apis(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Api]:
+    """By path, of a model that has it."""
+    folder = tmp_path_factory.mktemp("models")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    chat = Api(str(folder / "chat_template.jinja"), 2048)
+    embedding, reranking = (
+        Api(None, 2048, str(make(folder / make.__name__))) for make in (make_embedder, make_reranker)
+    )
+    return dict.fromkeys(GOOD, chat) | {EMBEDDINGS: embedding, RERANK: reranking, SCORE: reranking}
 
 
 @pytest.mark.parametrize(("path", "more", "words"), [(path, more, words) for path, more, *words in REFUSED])
-def test_what_is_wrong_is_named(api: Api, path: str, more: dict[str, Any], words: list[str | None]) -> None:
+def test_what_is_wrong_is_named(
+    apis: dict[str, Api], path: str, more: dict[str, Any], words: list[str | None]
+) -> None:
     *param, said = words
     also = ALSO.get(path, {})
     for others in ({}, also) if also and not more.keys() & {*also, "stream_options"} else ({},):
         body = {name: value for name, value in {**GOOD[path], **others, **more}.items() if value is not ...}
-        status, _, answer = api.call(path, json.dumps(body).encode())
+        status, _, answer = apis[path].call(path, json.dumps(body).encode())
         error = answer["error"]
         assert (status, error["type"]) == (400, "invalid_request_error")
         assert said and said in error["message"]
         named = param or [None, error["message"].partition(" ")[0].rstrip(":")]
         assert error.get("param") in named
+
+
+@pytest.mark.parametrize(
+    ("model", "path", "words"),
+    [
+        (CHAT, EMBEDDINGS, f"writes text, and {EMBEDDINGS} needs an embedding model"),
+        (CHAT, RERANK, f"writes text, and {RERANK} needs a reranker"),
+        *((EMBEDDINGS, path, "is an embedding model, which writes no text; send texts") for path in WRITING),
+        (EMBEDDINGS, RERANK, ""),
+        (RERANK, EMBEDDINGS, "is a reranker, which writes no text; send queries and documents"),
+    ],
+)
+def test_what_another_model_has_is_named(apis: dict[str, Api], model: str, path: str, words: str) -> None:
+    status, _, answer = apis[model].call(path, json.dumps(GOOD[path]).encode())
+    assert status == 404 and words in answer["error"]["message"]
