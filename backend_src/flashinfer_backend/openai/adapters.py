@@ -48,10 +48,8 @@ def served_by_unload(models: Sequence[ServedModel], body: bytes) -> ServedModel:
     return next((served for served in taking if served.adapter_folder(name) is not None), taking[0])
 
 
-def load_adapter(models: Sequence[ServedModel], served: ServedModel, body: bytes) -> Answering:
+def load_adapter(models: Sequence[ServedModel], served: ServedModel, request: LoadRequest) -> Answering:
     """Lets requests ask for an adapter. models: all that the process serves. Raises ApiError."""
-    request = decode(LoadRequest, body)
-    served.check_model(request.model)
     name, adapters, root = request.lora_name, served.adapters, Path(served.model.lora_root or "")
     assert adapters is not None and served.model.lora_root is not None
     try:
@@ -68,9 +66,9 @@ def load_adapter(models: Sequence[ServedModel], served: ServedModel, body: bytes
     return partial(_change, change, 400, "lora_path", f"LoRA adapter '{name}' added")
 
 
-def unload_adapter(served: ServedModel, body: bytes) -> Answering:
+def unload_adapter(served: ServedModel, request: UnloadRequest) -> Answering:
     """Takes no more requests for an adapter. Raises ApiError."""
-    name, adapters = decode(UnloadRequest, body).lora_name, served.adapters
+    name, adapters = request.lora_name, served.adapters
     assert adapters is not None
     change = partial(adapters.unload, name)
     return partial(_change, change, 404, "lora_name", f"LoRA adapter '{name}' removed")

@@ -143,10 +143,16 @@ class Choices:
     """What the answers of chats and completions have in common."""
 
     def __init__(
-        self, request: ChatRequest | CompletionRequest, model: str, streams: Streams, prefix: str, kind: str
+        self,
+        served: ServedModel,
+        request: ChatRequest | CompletionRequest,
+        streams: Streams,
+        prefix: str,
+        kind: str,
     ) -> None:
         """prefix: of the answer's id. kind: of object."""
         self.id = f"{prefix}-{request.request_id or secrets.token_hex(16)}"
+        model = request.model or served.name
         self._head = {"id": self.id, "object": kind, "created": int(time.time()), "model": model}
         self._usage = Usage(streams)
         options = request.stream_options

@@ -24,7 +24,6 @@ from flashinfer_backend.openai.requests import (
     Sampling,
     Thinking,
     ToolChoice,
-    decode,
 )
 from flashinfer_backend.openai.sampling import NO_GUIDE, schema_guide
 from flashinfer_backend.openai.served_model import Answering, ServedModel
@@ -45,10 +44,8 @@ IDLE_OF_TOOLS: dict[str, tuple[Any, ...]] = {
 FREE_OF_TOOLS = ("name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming")
 
 
-def message(served: ServedModel, body: bytes) -> Answering:
+def message(served: ServedModel, request: MessagesRequest) -> Answering:
     """Raises ApiError."""
-    request = decode(MessagesRequest, body)
-    model = served.check_model(request.model)
     turn = Turn(served, conversation_of(served, request), bool(request.stream))
     turn.prepare(_sampling(request))
 
@@ -57,15 +54,13 @@ def message(served: ServedModel, body: bytes) -> Answering:
         # An answer that the model's context cuts before max_tokens has a stop reason that says so.
         room = served.limits.max_seq_len - len(turn.prompt)
         await turn.submit(_sampling(request), 1, request.max_tokens if request.max_tokens <= room else None)
-        return respond(served, turn.streams, _Reply(turn, request, model), request.stream)
+        return respond(served, turn.streams, _Reply(turn, request), request.stream)
 
     return answer
 
 
-def count_tokens(served: ServedModel, body: bytes) -> Answering:
+def count_tokens(served: ServedModel, request: CountTokensRequest) -> Answering:
     """Raises ApiError."""
-    request = decode(CountTokensRequest, body)
-    served.check_model(request.model)
     text = render(served, conversation_of(served, request))
 
     async def answer() -> dict[str, Any]:
@@ -261,9 +256,9 @@ def _sampling(request: MessagesRequest) -> Sampling:
 
 
 class _Reply(Items):
-    def __init__(self, turn: Turn, request: MessagesRequest, model: str) -> None:
+    def __init__(self, turn: Turn, request: MessagesRequest) -> None:
         super().__init__(turn)
-        self._request, self._model = request, model
+        self._request, self._model = request, request.model or turn.served.name
         self.id = f"msg_{secrets.token_hex(12)}"
         self._hidden = request.thinking is not None and request.thinking.type == "disabled"
         self._omitted = request.thinking is not None and request.thinking.display == "omitted"

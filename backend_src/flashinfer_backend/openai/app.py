@@ -65,6 +65,7 @@ from flashinfer_backend.openai.requests import (
     ScoreRequest,
     TokenizeRequest,
     convert,
+    decode,
     model_of,
 )
 from flashinfer_backend.openai.responses import input_page, input_tokens, responses, store_of
@@ -102,14 +103,15 @@ def _served_by_name(models: Sequence[ServedModel], body: bytes) -> ServedModel:
 class Post(NamedTuple):
     """A path that takes a body. kind: the body's struct. read: does all the work that grows with the body,
     except tokenizing. tasks: the tasks of models that serve the path; none: all models do. choose: finds the
-    model from the body."""
+    model from the body. no_body: what a request without a body means."""
 
     path: str
     kind: type[msgspec.Struct]
-    read: Callable[[ServedModel, bytes], Answering]
+    read: Callable[[ServedModel, Any], Answering]
     tasks: Sequence[str] = ()
     versions: Sequence[str] = VERSIONS
     choose: Callable[[Sequence[ServedModel], bytes], ServedModel] = _served_by_name
+    no_body: bytes = b""
 
     def paths(self) -> list[str]:
         return [prefix + self.path for prefix in self.versions]
@@ -169,7 +171,7 @@ def _posts(models: Sequence[ServedModel]) -> list[Post]:
             Post("/unload_lora_adapter", UnloadRequest, unload_adapter, choose=served_by_unload),
         ]
     if any(served.model.profiles for served in models):
-        of = (), ("",), served_by_profile
+        of = (), ("",), served_by_profile, b"{}"
         found += [
             Post("/start_profile", StartProfile, start_profile, *of),
             Post("/stop_profile", StopProfile, stop_profile, *of),
@@ -180,13 +182,19 @@ def _posts(models: Sequence[ServedModel]) -> list[Post]:
 def _endpoint(
     post: Post, models: Sequence[ServedModel], bodies: Bodies
 ) -> Callable[[Request], Awaitable[Response]]:
+    def read(served: ServedModel, body: bytes) -> Answering:
+        request = decode(post.kind, body)
+        served.check_model(getattr(request, "model", ""))
+        return post.read(served, request)
+
     async def endpoint(request: Request) -> Response:
-        async with bodies.arriving(request) as body:
+        async with bodies.arriving(request) as arrived:
+            body = arrived or post.no_body
             served = await bodies.read(post.choose, models, body)
             if post.tasks:
                 served.check_task(request.url.path, post.tasks)
             await served.attached()
-            answering = await bodies.read(post.read, served, body)
+            answering = await bodies.read(read, served, body)
         answer = await answering()
         return answer if isinstance(answer, Response) else _json(answer)
 

@@ -44,7 +44,7 @@ from flashinfer_backend.openai.log_probs import (
     in_thread_if_many,
     prompt_log_probs,
 )
-from flashinfer_backend.openai.requests import ChatRequest, Sampling, decode
+from flashinfer_backend.openai.requests import ChatRequest, Sampling
 from flashinfer_backend.openai.sampling import (
     NO_GUIDE,
     NO_TOKENS,
@@ -347,10 +347,8 @@ class Answer:
         }
 
 
-def chat(served: ServedModel, body: bytes) -> Answering:
+def chat(served: ServedModel, request: ChatRequest) -> Answering:
     """Raises ApiError."""
-    request = decode(ChatRequest, body)
-    model = served.check_model(request.model)
     if len({request.max_completion_tokens, request.max_tokens} - {None}) > 1:
         raise field_error("max_tokens", "is an older name of max_completion_tokens; give one of them")
     variables = dict(request.chat_template_kwargs or {})
@@ -372,7 +370,7 @@ def chat(served: ServedModel, body: bytes) -> Answering:
             request, request.n or 1, getattr(request, field), field, bool(request.logprobs),
             request.top_logprobs or 0, request.prompt_logprobs,
         )  # fmt: skip
-        return respond(served, turn.streams, _Reply(turn, request, model), request.stream)
+        return respond(served, turn.streams, _Reply(turn, request), request.stream)
 
     return answer
 
@@ -411,9 +409,9 @@ def add_effort(served: ServedModel, variables: dict[str, Any], effort: Any, para
 
 
 class _Reply(Choices):
-    def __init__(self, turn: Turn, request: ChatRequest, model: str) -> None:
+    def __init__(self, turn: Turn, request: ChatRequest) -> None:
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
-        super().__init__(request, model, turn.streams, "chatcmpl", kind)
+        super().__init__(turn.served, request, turn.streams, "chatcmpl", kind)
         self._turn, self._request = turn, request
         self._answers = [Answer(turn, stream) for stream in turn.streams.all]
 

@@ -23,7 +23,7 @@ from flashinfer_backend.openai.log_probs import (
     prompt_lists,
     prompt_log_probs,
 )
-from flashinfer_backend.openai.requests import CompletionRequest, decode
+from flashinfer_backend.openai.requests import CompletionRequest
 from flashinfer_backend.openai.sampling import (
     EngineLimits,
     Guide,
@@ -45,10 +45,9 @@ class PromptReport(NamedTuple):
     by_id: Raw | None
 
 
-def completions(served: ServedModel, body: bytes) -> Answering:
+def completions(served: ServedModel, request: CompletionRequest) -> Answering:
     """Raises ApiError."""
-    request = decode(CompletionRequest, body)
-    model, limits = served.check_model(request.model), served.limits
+    limits = served.limits
     prompts = _prompts(request.prompt, limits)
     count = request.best_of or request.n or 1
     if count * len(prompts) > MOST_CHOICES:
@@ -59,13 +58,12 @@ def completions(served: ServedModel, body: bytes) -> Answering:
         )
     guide = guide_of(request.response_format, request)
     tokens = named_tokens(request, limits, served.tokenizer)
-    return partial(_answer, served, request, model, prompts, guide, tokens)
+    return partial(_answer, served, request, prompts, guide, tokens)
 
 
 async def _answer(
     served: ServedModel,
     request: CompletionRequest,
-    model: str,
     prompts: Sequence[Any],
     guide: Guide,
     tokens: NamedTokens,
@@ -107,7 +105,7 @@ async def _answer(
         )
 
     streams = await served.generate(rows, request.skip_special_tokens, reduce)
-    return respond(served, streams, _Reply(served, request, model, streams, count), request.stream)
+    return respond(served, streams, _Reply(served, request, streams, count), request.stream)
 
 
 def _prompts(given: str | list[Any], limits: EngineLimits) -> list[Any]:
@@ -152,11 +150,9 @@ class _Made(NamedTuple):
 
 
 class _Reply(Choices):
-    def __init__(
-        self, served: ServedModel, request: CompletionRequest, model: str, streams: Streams, count: int
-    ) -> None:
+    def __init__(self, served: ServedModel, request: CompletionRequest, streams: Streams, count: int) -> None:
         """count: completions that are made for each prompt."""
-        super().__init__(request, model, streams, "cmpl", "text_completion")
+        super().__init__(served, request, streams, "cmpl", "text_completion")
         self._served, self._request, self._streams, self._count = served, request, streams, count
         self._decoder = served.decoder(request.skip_special_tokens)
 

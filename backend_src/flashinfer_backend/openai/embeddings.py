@@ -28,7 +28,6 @@ from flashinfer_backend.openai.requests import (
     PooledRequest,
     RerankRequest,
     ScoreRequest,
-    decode,
 )
 from flashinfer_backend.openai.sampling import check_ids
 from flashinfer_backend.openai.served_model import Answering, ServedModel
@@ -43,10 +42,8 @@ RERANK_PROMPT = (
 )
 
 
-def embeddings(served: ServedModel, body: bytes) -> Answering:
+def embeddings(served: ServedModel, request: EmbeddingRequest) -> Answering:
     """Raises ApiError."""
-    request = decode(EmbeddingRequest, body)
-    served.check_model(request.model)
     name, given = request.prompt_name, request.input
     if name is not None and name not in served.prompts:
         known = ", ".join(served.prompts) or "none"
@@ -99,10 +96,8 @@ async def _embeddings(served: ServedModel, request: EmbeddingRequest, inputs: li
     return _answer(served, request, streams, "embd", places, shape, content)
 
 
-def rerank(served: ServedModel, body: bytes) -> Answering:
+def rerank(served: ServedModel, request: RerankRequest) -> Answering:
     """Raises ApiError."""
-    request = decode(RerankRequest, body)
-    served.check_model(request.model)
     documents = [each.get("text") if isinstance(each, dict) else each for each in request.documents]
     prompts = _pairs(served, request, "query", [request.query], "documents", documents)
 
@@ -117,10 +112,8 @@ def rerank(served: ServedModel, body: bytes) -> Answering:
     return partial(_scored, served, request, "rerank", prompts, _places("documents", len(prompts)), content)
 
 
-def score(served: ServedModel, body: bytes) -> Answering:
+def score(served: ServedModel, request: ScoreRequest) -> Answering:
     """Raises ApiError."""
-    request = decode(ScoreRequest, body)
-    served.check_model(request.model)
     sides: list[Any] = []
     for new, old in (("queries", "text_1"), ("documents", "text_2")):
         given = {name: value for name in (new, old) if (value := getattr(request, name)) is not None}
@@ -216,7 +209,7 @@ def _answer(
             chunk.reports.clear()
         counts = usage.body()
         del counts["completion_tokens"]
-        return {"id": own_id, **content(found), "model": served.check_model(request.model), "usage": counts}
+        return {"id": own_id, **content(found), "model": request.model or served.name, "usage": counts}
 
     return JsonResponse(served, streams, body, own_id)
 

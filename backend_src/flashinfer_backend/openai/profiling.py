@@ -12,7 +12,7 @@ import msgspec
 from flashinfer_backend.core.bounds import MOST_TRACED_STEPS
 from flashinfer_backend.openai.errors import ApiError, field_error
 from flashinfer_backend.openai.link import unavailable
-from flashinfer_backend.openai.requests import decode, model_of
+from flashinfer_backend.openai.requests import model_of
 from flashinfer_backend.openai.served_model import Answering, ServedModel, find_able_model
 from flashinfer_backend.transport.endpoint import EngineDown
 
@@ -34,18 +34,16 @@ class StopProfile(msgspec.Struct, forbid_unknown_fields=True):
 
 def served_by_profile(models: Sequence[ServedModel], body: bytes) -> ServedModel:
     """The model whose engines are traced. Raises ApiError."""
-    served = find_able_model(models, model_of(body or b"{}"), lambda served: served.model.profiles)
+    served = find_able_model(models, model_of(body), lambda served: served.model.profiles)
     if not served.model.profiles:
         raise ApiError(f"the model {served.name} was built without profile_dir", 404, "model")
     return served
 
 
-def start_profile(served: ServedModel, body: bytes) -> Answering:
-    """Has the engines trace their next steps. A body may be missing. Raises ApiError."""
-    request = decode(StartProfile, body or b"{}")
+def start_profile(served: ServedModel, request: StartProfile) -> Answering:
+    """Has the engines trace their next steps. Raises ApiError."""
     if not 1 <= request.steps <= MOST_TRACED_STEPS:
         raise field_error("steps", f"is {request.steps}; it should be 1 to {MOST_TRACED_STEPS}")
-    served.check_model(request.model)
 
     async def answer() -> dict[str, Any]:
         return {"steps": request.steps, "files": await _ask(served, request.steps)}
@@ -53,9 +51,8 @@ def start_profile(served: ServedModel, body: bytes) -> Answering:
     return answer
 
 
-def stop_profile(served: ServedModel, body: bytes) -> Answering:
+def stop_profile(served: ServedModel, request: StopProfile) -> Answering:
     """The files of the trace, which ends if it has not. Raises ApiError."""
-    served.check_model(decode(StopProfile, body or b"{}").model)
     return partial(_stop, served)
 
 

@@ -29,7 +29,6 @@ from flashinfer_backend.openai.requests import (
     ResponseFormat,
     ResponsesRequest,
     ToolName,
-    decode,
 )
 from flashinfer_backend.openai.response_store import ResponseStore
 from flashinfer_backend.openai.sampling import Guide, guide_of, shortened
@@ -67,22 +66,21 @@ class Offered(NamedTuple):
     custom: bool
 
 
-def responses(served: ServedModel, body: bytes) -> Answering:
+def responses(served: ServedModel, request: ResponsesRequest) -> Answering:
     """Raises ApiError."""
-    request, turn, earlier = _read(served, body)
-    model = served.check_model(request.model)
+    turn, earlier = _read(served, request)
 
     async def answer() -> Response:
         most = request.max_output_tokens
         await turn.submit(request, 1, most, "max_output_tokens", request.log_probs, request.top_logprobs or 0)
-        return respond(served, turn.streams, _Reply(turn, request, model, earlier), request.stream)
+        return respond(served, turn.streams, _Reply(turn, request, earlier), request.stream)
 
     return answer
 
 
-def input_tokens(served: ServedModel, body: bytes) -> Answering:
+def input_tokens(served: ServedModel, request: ResponsesRequest) -> Answering:
     """/v1/responses/input_tokens, which takes the body of a response. Raises ApiError."""
-    request, turn, _ = _read(served, body)
+    turn, _ = _read(served, request)
 
     async def answer() -> dict[str, Any]:
         await turn.encode()
@@ -92,10 +90,8 @@ def input_tokens(served: ServedModel, body: bytes) -> Answering:
     return answer
 
 
-def _read(served: ServedModel, body: bytes) -> tuple[ResponsesRequest, Turn, list[dict[str, Any]]]:
-    """A request, its turn, prepared, and the items of the response before it. Raises ApiError."""
-    request = decode(ResponsesRequest, body)
-    served.check_model(request.model)
+def _read(served: ServedModel, request: ResponsesRequest) -> tuple[Turn, list[dict[str, Any]]]:
+    """The turn, prepared, and the items of the response before it. Raises ApiError."""
     earlier: list[dict[str, Any]] = []
     if request.store:
         store_of(served, "store")
@@ -138,7 +134,7 @@ def _read(served: ServedModel, body: bytes) -> tuple[ResponsesRequest, Turn, lis
     )
     turn = Turn(served, conversation, bool(request.stream))
     turn.prepare(request)
-    return request, turn, earlier
+    return turn, earlier
 
 
 def store_of(served: ServedModel, param: str | None = None) -> ResponseStore:
@@ -457,11 +453,10 @@ def _guide(request: ResponsesRequest) -> Guide:
 
 
 class _Reply(Items):
-    def __init__(
-        self, turn: Turn, request: ResponsesRequest, model: str, earlier: list[dict[str, Any]]
-    ) -> None:
+    def __init__(self, turn: Turn, request: ResponsesRequest, earlier: list[dict[str, Any]]) -> None:
         super().__init__(turn)
-        self._request, self._model, self._earlier = request, model, earlier
+        self._request, self._earlier = request, earlier
+        self._model = request.model or turn.served.name
         self.id, self._created = f"resp_{secrets.token_hex(16)}", int(time.time())
         self._offered = {one.tool["function"]["name"]: one for one in offered_tools(request.tools or [])}
         self._number = 0  # of events

@@ -9,17 +9,15 @@ from starlette.responses import Response
 
 from flashinfer_backend.openai.chat import Conversation, render
 from flashinfer_backend.openai.errors import ApiError
-from flashinfer_backend.openai.requests import DetokenizeRequest, TokenizeRequest, decode
+from flashinfer_backend.openai.requests import DetokenizeRequest, TokenizeRequest
 from flashinfer_backend.openai.sampling import check_ids
 from flashinfer_backend.openai.served_model import LONG_TEXT, Answering, ServedModel
 from flashinfer_backend.openai.template import plain_messages
 from flashinfer_backend.openai.tools import read_tools
 
 
-def tokenize(served: ServedModel, body: bytes) -> Answering:
+def tokenize(served: ServedModel, request: TokenizeRequest) -> Answering:
     """Ids of a prompt, or of what messages become. Raises ApiError."""
-    request = decode(TokenizeRequest, body)
-    served.check_model(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise ApiError("either prompt or messages should be there", param="prompt")
     text, field, special = request.prompt or "", "prompt", request.add_special_tokens is not False
@@ -50,10 +48,8 @@ def tokenize(served: ServedModel, body: bytes) -> Answering:
     return answer
 
 
-def detokenize(served: ServedModel, body: bytes) -> Answering:
+def detokenize(served: ServedModel, request: DetokenizeRequest) -> Answering:
     """The text of ids, special tokens included. Raises ApiError."""
-    request = decode(DetokenizeRequest, body)
-    served.check_model(request.model)
     ids = request.tokens
     check_ids("tokens", (min(ids, default=0), max(ids, default=0)), served.limits)
     text = served.decoder(skip_special_tokens=False).decode(ids)
