@@ -203,7 +203,7 @@ def test_what_is_reported_of_an_id_that_is_held_back_goes_out_with_it() -> None:
     def sent() -> tuple[list[int], list[float], float]:
         chunk = sequence.take()
         assert chunk is not None
-        return chunk.ids, chunk.log_probs.tolist(), sequence.cum_log_prob
+        return chunk.ids.tolist(), chunk.log_probs.tolist(), sequence.cum_log_prob
 
     report(1)
     report(2)
@@ -463,7 +463,7 @@ def test_a_stream_holds_back_what_may_begin_a_word(tokenizer: TextTokenizer) -> 
     def sent(token: int, code: int = protocol.RUNNING) -> list[int] | None:
         sequence.on_token(token, code, None)
         chunk = sequence.take()
-        return None if chunk is None else chunk.ids
+        return None if chunk is None else list(chunk.ids)
 
     assert sent(300) == [300]
     assert [sent(token) for token in word[:-1]] == [None] * (len(word) - 1)

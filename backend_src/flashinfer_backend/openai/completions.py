@@ -160,7 +160,7 @@ class _Reply(Choices):
         self._usage.note(stream, chunk)
         text = take_text(self._served, stream, chunk, self._decoder)
         if self._request.max_tokens == 0:  # the engine makes at least one
-            chunk.ids.clear()
+            del chunk.ids[:]
             stream.timing.sent = 0
             return ""
         return text
@@ -223,7 +223,7 @@ class _Reply(Choices):
             "finish_reason": finish,
         }
         if request.return_token_ids:
-            choice["prompt_token_ids"], choice["token_ids"] = stream.row.prompt.tolist(), chunk.ids
+            choice["prompt_token_ids"], choice["token_ids"] = stream.row.prompt.tolist(), list(chunk.ids)
         every = report.lists or lists
         if report.lists is not None and lists is not None:
             every = report.lists.followed_by(lists)

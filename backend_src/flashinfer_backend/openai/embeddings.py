@@ -193,7 +193,7 @@ def _answer(
         found: list[Any] = [None] * len(streams.all)
         async for stream, chunk in streams:
             usage.note(stream, chunk)
-            chunk.ids.clear()  # the engine's one token means nothing
+            del chunk.ids[:]  # the engine's one token means nothing
             note_sent(served, stream, chunk)
             values = [report.generation_logits for report in chunk.reports if report.generation_logits]
             pooled = np.frombuffer(values[0], "<f4")

@@ -61,10 +61,10 @@ class GenerationRequest:
 class Chunk:
     """New ids of a sequence for one response. `code`: other than RUNNING in the last one. `max_chars`: length
     limit of the chunk's text. `log_probs`, `top_logprobs`: where they are asked for, of each id its log
-    probability and equally many TOP_LOGPROBS; packed, since all are kept until an answer without streaming
-    ends. `reports`: what else was reported."""
+    probability and equally many TOP_LOGPROBS. All are packed, since they are kept until an answer without
+    streaming ends. `reports`: what else was reported."""
 
-    ids: list[int]
+    ids: array[int] = field(default_factory=lambda: array("i"))
     code: int = protocol.RUNNING
     max_chars: int = NO_LIMIT
     log_probs: array[float] = field(default_factory=lambda: array("f"))
@@ -101,7 +101,7 @@ class Chunk:
     @property
     def size(self) -> int:
         """Some bytes that it takes, with its text."""
-        return 40 * len(self.ids) + 4 * len(self.log_probs) + len(self.top_logprobs)
+        return 8 * len(self.ids) + 4 * len(self.log_probs) + len(self.top_logprobs)
 
 
 class _Followed(NamedTuple):
@@ -164,7 +164,7 @@ class Generation:
         self._cancel, self._schedule = cancel, schedule
         self._arrived: deque[Item] = deque()
         self._scheduled = False
-        self._kept = Chunk([])  # arrived, but not to be sent yet
+        self._kept = Chunk()  # arrived, but not to be sent yet
         self._stopped: Chunk | None = None  # the last one, which waits for the engine's end of the sequence
         self._matcher: StopWordMatcher | None = None
         self._followed: _Followed | None = None
@@ -244,7 +244,7 @@ class Generation:
         if self._stopped is not None:
             return self._take_stopped(self._stopped)
         chunk, matched = self._kept, False
-        new_ids: list[int] = []
+        new_ids = array("i")
         while self._arrived and chunk.code == protocol.RUNNING:
             token, chunk.code, report = self._arrived.popleft()
             if token != protocol.NO_TOKEN:
@@ -292,7 +292,7 @@ class Generation:
             self._kept.reports, chunk.reports = chunk.reports[at:], chunk.reports[:at]
         self.cum_log_prob += sum(chunk.log_probs)
 
-    def _match(self, matcher: StopWordMatcher, chunk: Chunk, new_ids: list[int]) -> bool:
+    def _match(self, matcher: StopWordMatcher, chunk: Chunk, new_ids: array[int]) -> bool:
         """Appends `new_ids`, up to the end of a stop word; whether the engine still has to be told."""
         match = matcher.feed(new_ids)
         if match is None:

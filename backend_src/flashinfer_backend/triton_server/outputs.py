@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a response of the llm model holds."""
 
+from array import array
 from collections.abc import Container
 
 import numpy as np
@@ -48,7 +49,7 @@ def chunk_outputs(
     if not row.streaming:
         flags |= WHOLE
         if not row.exclude_input:
-            ids = [*row.prompt.tolist(), *ids]
+            ids = array("i", row.prompt.tolist()) + ids
     outputs = {}
     # Benchmarks of the model alone count the ids of the first output.
     if "output_ids" in wanted:
