@@ -21,6 +21,7 @@ from flashinfer_backend.openai import chat, completions
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.link import EngineLink, LogitsRoom
 from flashinfer_backend.openai.model import Model
+from flashinfer_backend.openai.requests import ChatRequest, CompletionRequest, decode
 from flashinfer_backend.openai.served_model import ServedModel
 from flashinfer_backend.sampling.logprobs import Report
 from flashinfer_backend.serving.generation import Generation, GenerationRequest
@@ -86,9 +87,9 @@ async def submitted(body: dict[str, Any]) -> int:
     served.link = EngineLink(engines, asyncio.get_running_loop(), LogitsRoom())
     data = json.dumps({"model": "small", **body}).encode()
     if "messages" in body:
-        await chat.chat(served, data)()
+        await chat.chat(served, decode(ChatRequest, data))()
     else:
-        await completions.completions(served, data)()
+        await completions.completions(served, decode(CompletionRequest, data))()
     return len(handed)
 
 
