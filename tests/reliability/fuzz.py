@@ -36,7 +36,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 sys.path[:0] = [str(Path(__file__).parents[n]) for n in (1, 2)] + [str(Path(__file__).parents[1] / "server")]
 
 from openai_server import OpenAiServer, events, model_with_template, openai_running, said  # noqa: E402
-from running import Server, build_repository, running  # noqa: E402
+from running import NGRAM, Server, build_repository, running  # noqa: E402
 
 from client.arguments import integer, positive  # noqa: E402
 from flashinfer_backend.core.bounds import FIELDS  # noqa: E402
@@ -388,7 +388,11 @@ class TritonFuzz:
         name, rng = f"{kind} {model}", draw.rng
         request = service_pb2.ModelInferRequest(model_name=model)
         batch = rng.choice([1, 1, 1, 2, 3])
-        for tensor in self._chosen(draw, model):
+        chosen = self._chosen(draw, model)
+        if model in ("ensemble", "llm") and draw.chance(0.1):
+            chosen = [tensor for tensor in chosen if not tensor.name.startswith("lora_")]
+            self._add_adapter(draw, request, batch)
+        for tensor in chosen:
             shape = self._shape(draw, tensor, batch, large=True)
             datatype = tensor.datatype if draw.chance(0.97) else rng.choice([*TYPES, "STRING", ""])
             added = request.inputs.add(name=tensor.name, datatype=datatype, shape=shape)
@@ -427,6 +431,24 @@ class TritonFuzz:
             if status in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
                 return Verdict(name, f"{status}: {error.details()!r}")
             return Verdict(f"{name}: error", judge_words(str(error.details())))
+
+    @staticmethod
+    def _add_adapter(draw: Draw, request: Any, batch: int) -> None:
+        """A task id, known or not, and likely weights: of the bundled model's first layer, or nearly so."""
+        rng = draw.rng
+        rank = 2 if draw.chance(0.8) else rng.choice([0, 1, -1, 4000])
+        width = rank * (128 + 256) if draw.chance(0.9) else rng.choice([0, 1, 767, 769])  # of q_proj
+        module, layer = (1, 0) if draw.chance(0.8) else (rng.choice([0, 5, 17, -1]), rng.choice([1, 99, -1]))
+        width = max(0, width)
+        tensors: dict[str, tuple[str, list[int], bytes]] = {
+            "lora_task_id": ("UINT64", [1], struct.pack("<Q", rng.choice([0, 1, 2, 3, 2**64 - 1]))),
+            "lora_weights": ("FP16", [1, width], rng.choice([b"\0\0", b"\0\x3c", b"\0\x7c"]) * width),
+            "lora_config": ("INT32", [1, 3], struct.pack("<3i", module, layer, rank)),
+        }
+        for name, (datatype, shape, raw) in tensors.items():
+            if name == "lora_task_id" or draw.chance(0.7):
+                request.inputs.add(name=name, datatype=datatype, shape=[batch, *shape])
+                request.raw_input_contents.append(raw * batch)
 
     @staticmethod
     def _judge_stream(name: str, answers: list[Any]) -> Verdict:
@@ -740,7 +762,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as made, contextlib.ExitStack() as stack:
         folder, targets = Path(made), {}
         if options.door != "openai":
-            repository = build_repository(folder, "max_seq_len=128", "check_invariants=true")
+            repository = build_repository(
+                folder, "max_seq_len=128", "check_invariants=true", "max_loras=2", *NGRAM
+            )
             server = stack.enter_context(running(repository, folder, options=["--restarts", "0"]))
             targets["tritonserver"] = TritonFuzz(server)
         if options.door != "triton":
