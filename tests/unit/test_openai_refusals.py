@@ -249,8 +249,8 @@ REFUSED: list[tuple[Any, ...]] = [
     (EMBEDDINGS, {"encoding_format": "int8"}, "encoding_format"),
     (EMBEDDINGS, {"queue_timeout": 0}, "queue_timeout"),
     (RERANK, {"documents": ["a", None]}, "documents[1] is null; it should be a text that is not empty"),
-    (RERANK, {"query": ""}, "query"),
-    (RERANK, {"documents": []}, "documents"),
+    (RERANK, {"query": ""}, 'query is ""; it should be a text that is not empty'),
+    (RERANK, {"documents": []}, "documents has 0 elements; it should have 1 to 2048"),
     (RERANK, {"documents": ["a", "word " * 2100]}, "documents[1] makes, with its query, a prompt of "),
     (RERANK, {"query": "a" * 10_000, "documents": ["b"] * 1000},  # each brings the query
      "documents has 10001000 characters, with the query"),
