@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 from msgspec import Raw
 from starlette.responses import Response
 
@@ -43,6 +42,7 @@ from flashinfer_backend.openai.log_probs import (
     check_prompt_logits,
     in_thread_if_many,
     prompt_log_probs,
+    reduced,
 )
 from flashinfer_backend.openai.requests import ChatRequest, Sampling
 from flashinfer_backend.openai.sampling import (
@@ -183,10 +183,6 @@ class Turn:
         row.params.log_probs, row.params.top_logprobs = log_probs, top
         row.params.context_logits = prompt_top is not None
 
-        def reduce(prompt: np.ndarray, logits: memoryview) -> Raw:
-            assert prompt_top is not None
-            return prompt_log_probs(prompt, logits, prompt_top, served.token_texts)
-
         if prompt_top is not None:
             size = len(self.prompt)
             check_prompt_logits("prompt_logprobs", "prompt_logprobs", request.stream, size, served.limits)
@@ -194,7 +190,9 @@ class Turn:
         asks = "prompt_logprobs" if told and not log_probs else "top_logprobs"
         fields = (asks, max_tokens_field, *("n" for _ in range(n > 1)))
         check_log_probs([(row, n)], told, request.stream, not told, *fields)
-        self.streams = await served.generate([(row, n)], self.skip_special_tokens, reduce)
+        self.streams = await served.generate(
+            [(row, n)], self.skip_special_tokens, partial(reduced, top=prompt_top or 0)
+        )
 
     def reader(self) -> Reader:
         if self.tools.named is not None:
@@ -452,9 +450,11 @@ class _Reply(Choices):
         if self._request.return_token_ids:
             body["prompt_token_ids"] = self._turn.prompt
         if (logits := self._turn.streams.all[0].logits) is not None:
-            body["prompt_logprobs"] = await asyncio.wrap_future(logits.reduced)
-            if body["prompt_logprobs"] is None:
+            if (told := await asyncio.wrap_future(logits.reduced)) is None:
                 raise ClientLeft
+            top, texts = self._request.prompt_logprobs or 0, self._turn.served.token_texts
+            write = partial(prompt_log_probs, told, top, texts)
+            body["prompt_logprobs"] = await in_thread_if_many(write, len(told.prompt), top)
         return body
 
     async def _told(

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 from msgspec import Raw
 from starlette.responses import Response
 
@@ -22,6 +21,7 @@ from flashinfer_backend.openai.log_probs import (
     mean,
     prompt_lists,
     prompt_log_probs,
+    reduced,
 )
 from flashinfer_backend.openai.requests import CompletionRequest
 from flashinfer_backend.openai.sampling import (
@@ -95,16 +95,8 @@ async def _answer(
     asks = "logprobs" if request.logprobs is not None else number if count > n else "prompt_logprobs"
     fields = dict.fromkeys((asks, "max_tokens", number, "number of prompts"))
     check_log_probs(rows, told, request.stream, count == n and not told, *fields)
-    texts = served.token_texts
-    written = served.decoder(request.skip_special_tokens)
-
-    def reduce(prompt: np.ndarray, logits: memoryview) -> PromptReport:
-        return PromptReport(
-            prompt_lists(prompt, logits, request.logprobs or 0, texts, written) if echoed else None,
-            None if by_id is None else prompt_log_probs(prompt, logits, by_id, texts),
-        )
-
-    streams = await served.generate(rows, request.skip_special_tokens, reduce)
+    top = max((request.logprobs or 0) * echoed, by_id or 0)
+    streams = await served.generate(rows, request.skip_special_tokens, partial(reduced, top=top))
     return respond(served, streams, _Reply(served, request, streams, count), request.stream)
 
 
@@ -139,14 +131,13 @@ def _not_prompts() -> ApiError:
 
 
 class _Made(NamedTuple):
-    """A completion, and what is told of its prompt."""
+    """A completion."""
 
     stream: Stream
     text: str
     context_ids: list[int]  # the last ones before the completion
     chunk: Chunk
     finish: str
-    report: PromptReport
 
 
 class _Reply(Choices):
@@ -155,6 +146,8 @@ class _Reply(Choices):
         super().__init__(served, request, streams, "cmpl", "text_completion")
         self._served, self._request, self._streams, self._count = served, request, streams, count
         self._decoder = served.decoder(request.skip_special_tokens)
+        self._reported: Stream | None = None  # the first sequence of the prompt that `_report` tells of
+        self._report = PromptReport(None, None)
 
     def _take(self, stream: Stream, chunk: Chunk) -> str:
         self._usage.note(stream, chunk)
@@ -186,18 +179,14 @@ class _Reply(Choices):
         n = self._request.n or 1
         found: dict[int, _Made] = {}
         async for stream, chunk in self._streams:
-            first = self._streams.all[stream.index - stream.index % self._count]  # of this prompt
-            report = PromptReport(None, None)
-            if first.logits is not None:
-                found_out = await asyncio.wrap_future(first.logits.reduced)
-                if found_out is None and stream is first:
+            first = self._first(stream)
+            if first.logits is not None and await asyncio.wrap_future(first.logits.reduced) is None:
+                if stream is first:
                     raise ClientLeft
-                if found_out is None:
-                    continue  # the first one has failed, which comes next
-                report = found_out
+                continue  # the first one has failed, which comes next
             context_ids = stream.context_ids
             text = self._take(stream, chunk)
-            found[stream.index] = _Made(stream, text, context_ids, chunk, self._finish_reason(chunk), report)
+            found[stream.index] = _Made(stream, text, context_ids, chunk, self._finish_reason(chunk))
         best: list[_Made] = []
         for begin in range(0, len(found), self._count):
             made = [found[index] for index in range(begin, begin + self._count)]
@@ -206,6 +195,30 @@ class _Reply(Choices):
             best += made[:n]
         return self._whole(self._choices(best))
 
+    def _first(self, stream: Stream) -> Stream:
+        """The first sequence of its prompt."""
+        return self._streams.all[stream.index - stream.index % self._count]
+
+    async def _prompt_report(self, first: Stream) -> PromptReport:
+        """What is told of a prompt. It is written once for its completions, which follow each other."""
+        if first.logits is None:
+            return PromptReport(None, None)
+        if self._reported is not first:
+            request, found, texts = self._request, first.logits.reduced.result(), self._served.token_texts
+            assert found is not None
+            echoed = request.echo and request.logprobs is not None
+            top, by_id = request.logprobs or 0, request.prompt_logprobs
+
+            def write() -> PromptReport:
+                return PromptReport(
+                    prompt_lists(found, top, texts, self._decoder) if echoed else None,
+                    None if by_id is None else prompt_log_probs(found, by_id, texts),
+                )
+
+            self._report = await in_thread_if_many(write, len(found.prompt), max(top, by_id or 0))
+            self._reported = first
+        return self._report
+
     async def _choices(self, made: list[_Made]) -> AsyncIterator[dict[str, Any]]:
         for index, each in enumerate(made):
             yield await self._choice(index, each)
@@ -213,7 +226,8 @@ class _Reply(Choices):
     async def _choice(self, index: int, made: _Made) -> dict[str, Any]:
         """What the answer has of a completion. What all of them repeat of their prompt comes in here, when it
         is sent: before, it would be held n times."""
-        stream, text, context_ids, chunk, finish, report = made
+        stream, text, context_ids, chunk, finish = made
+        report = await self._prompt_report(self._first(stream))
         offset = 0 if report.lists is None else report.lists.offset
         lists = await self._lists(chunk, context_ids, offset)
         request = self._request

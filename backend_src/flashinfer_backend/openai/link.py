@@ -8,7 +8,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,6 +16,7 @@ from flashinfer_backend.core.gate import Gate, Place
 from flashinfer_backend.core.sampling_params import NO_TOKEN_LEFT, SamplingParams
 from flashinfer_backend.openai.arguments import LOGITS_ROOM
 from flashinfer_backend.openai.errors import ApiError
+from flashinfer_backend.openai.log_probs import PromptLogProbs
 from flashinfer_backend.serving.engines import Engines
 from flashinfer_backend.serving.generation import Chunk, Generation, GenerationRequest
 from flashinfer_backend.structured.grammar import is_of_the_guide
@@ -24,7 +24,8 @@ from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.transport import endpoint, protocol
 from flashinfer_backend.transport.endpoint import LEADS, EngineDown
 
-Reduce = Callable[[np.ndarray, memoryview], Any]  # of a prompt (int32 [n]) and its logits (float32 [n, V])
+# Of a prompt (int32 [n]) and its logits (float32 [n, V]).
+Reduce = Callable[[np.ndarray, memoryview], PromptLogProbs]
 MOST_REDUCERS = 4  # threads that reduce logits of prompts
 MOST_WAITING = 4096  # prompts for that room; the engine's queue has no smaller bound by default
 RETRYABLE = (endpoint.ENGINE_LOST, endpoint.ENGINE_DOWN, endpoint.LINK_LOST)
@@ -146,7 +147,9 @@ class PromptLogits:
     def __init__(self, link: EngineLink, group: list[Stream], decoder: DeltaDecoder, reduce: Reduce) -> None:
         """group: the sequences of the prompt."""
         self.arrived = False  # they, or that there will be none
-        self.reduced: Future[Any] = Future()  # what `reduce` has made of them; None where none came
+        # What `reduce` has made of them; None where none came.
+        self.reduced: Future[PromptLogProbs | None] = Future()
+        self.size = 0  # of that, in bytes
         self.reduced.set_running_or_notify_cancel()  # who waits for it cannot end it
         self._link, self._group, self._decoder, self._reduce = link, group, decoder, reduce
         self._row = row = group[0].row
@@ -191,8 +194,9 @@ class PromptLogits:
 
     def _work(self, data: list[memoryview]) -> None:
         try:
-            wanted = not self._abandoned
-            self.reduced.set_result(self._reduce(self._row.prompt, data[0]) if wanted else None)
+            found = None if self._abandoned else self._reduce(self._row.prompt, data[0])
+            self.size = 0 if found is None else found.size
+            self.reduced.set_result(found)
         except Exception as error:
             self.reduced.set_exception(error)
         finally:
@@ -248,7 +252,8 @@ class Streams:
 
     def held(self) -> int:
         """Bytes that are kept of its answers until the client reads them."""
-        return self._taken + sum(stream.waiting_bytes for stream in self.all)
+        told = sum(stream.logits.size for stream in self.all if stream.logits is not None)
+        return self._taken + told + sum(stream.waiting_bytes for stream in self.all)
 
     def arrived(self, stream: Stream) -> None:
         chunk = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import mod
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -135,44 +135,80 @@ class TokenLists:
 NAMES = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
+class PromptLogProbs(NamedTuple):
+    """Log probabilities of a prompt's tokens from the second on, packed: JSON takes four times as much.
+    prompt: int32 [n]. values float32, ranks int32 [n - 1]: of the tokens. ids int32, likely float32
+    [n - 1, k]: the likeliest tokens in their places, the likeliest first."""
+
+    prompt: np.ndarray
+    values: np.ndarray
+    ranks: np.ndarray
+    ids: np.ndarray
+    likely: np.ndarray
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return sum(array.nbytes for array in self)
+
+    def told(self, most: int) -> Iterator[tuple[int, float, int, list[tuple[int, float]]]]:
+        """Each token, its log probability and rank, and the `most` likeliest in its place with theirs."""
+        rows = zip(self.prompt[1:].tolist(), self.values.tolist(), self.ranks.tolist(), strict=True)
+        for place, row in enumerate(rows):
+            ids, likely = self.ids[place, :most].tolist(), self.likely[place, :most].tolist()
+            yield *row, list(zip(ids, likely, strict=True))
+
+
+def reduced(prompt: np.ndarray, logits: bytes | memoryview, top: int) -> PromptLogProbs:
+    """What is told of a prompt (int32 [n]), of its logits (float32 [n, V] as bytes)."""
+    rows = np.frombuffer(logits, "<f4").reshape(len(prompt), -1)
+    size, top = len(prompt) - 1, min(top, rows.shape[1])
+    found = PromptLogProbs(
+        prompt,
+        np.empty(size, "<f4"),
+        np.empty(size, "<i4"),
+        np.empty((size, top), "<i4"),
+        np.empty((size, top), "<f4"),
+    )
+    for place, (row, token) in enumerate(
+        zip(rows, prompt[1:], strict=False)
+    ):  # the last is about what follows
+        high = float(row.max())
+        total = high + float(np.log(np.exp(row - high, dtype=np.float64).sum()))
+        found.values[place], found.ranks[place] = row[token] - total, np.count_nonzero(row >= row[token])
+        for n, (other, value) in enumerate(largest(row, top)):
+            found.ids[place, n], found.likely[place, n] = other, value - total
+    return found
+
+
 def prompt_lists(
-    prompt: np.ndarray, logits: bytes | memoryview, top: int, texts: TokenTexts[str], written: DeltaDecoder
+    found: PromptLogProbs, top: int, texts: TokenTexts[str], written: DeltaDecoder
 ) -> TokenLists:
-    """The lists of a prompt (int32 [n]) from its logits (float32 [n, V] as bytes), with the `top` likeliest
-    alternatives of each token. The first token has no log probability. texts, written: see TokenLists."""
+    """The lists of a prompt, with the `top` likeliest alternatives of each token. The first token has no log
+    probability. texts, written: see TokenLists."""
     lists = TokenLists(texts, written)
-    lists.add(int(prompt[0]), None, ())
-    for token, row, total in _rows(prompt, logits):
-        lists.add(token, float(row[token]) - total, [(i, value - total) for i, value in largest(row, top)])
+    lists.add(int(found.prompt[0]), None, ())
+    for token, value, _, likely in found.told(top):
+        lists.add(token, value, likely)
     return lists
 
 
-def prompt_log_probs(
-    prompt: np.ndarray, logits: bytes | memoryview, top: int, texts: TokenTexts[str]
-) -> msgspec.Raw:
+def prompt_log_probs(found: PromptLogProbs, top: int, texts: TokenTexts[str]) -> msgspec.Raw:
     """vLLM's prompt_logprobs of a prompt, as JSON; arguments as in prompt_lists. null for the first token,
     then an object by id of the token and the `top` likeliest, each with its log probability, its rank from 1
     on and its text."""
     text = bytearray(b"[null")
-    for token, row, total in _rows(prompt, logits):
-        found = {token: (float(row[token]), int(np.count_nonzero(row >= row[token])))}
-        for rank, (other, value) in enumerate(largest(row, top), 1):
-            found.setdefault(other, (value, rank))
+    for token, value, own_rank, likely in found.told(top):
+        told = {token: (value, own_rank)}
+        for rank, (other, other_value) in enumerate(likely, 1):
+            told.setdefault(other, (other_value, rank))
         text += b"," + encode(
             {
-                str(each): {"logprob": max(value - total, LOWEST), "rank": rank, "decoded_token": texts[each]}
-                for each, (value, rank) in found.items()
+                str(each): {"logprob": max(value, LOWEST), "rank": rank, "decoded_token": texts[each]}
+                for each, (value, rank) in told.items()
             }
         )
     return msgspec.Raw(text + b"]")
-
-
-def _rows(prompt: np.ndarray, logits: bytes | memoryview) -> Iterator[tuple[int, np.ndarray, float]]:
-    """Each token of a prompt but the first, its logits [V] and the logarithm of the sum of their powers."""
-    rows = np.frombuffer(logits, "<f4").reshape(len(prompt), -1)
-    for row, token in zip(rows, prompt[1:].tolist(), strict=False):  # the last row is about what follows
-        high = float(row.max())
-        yield token, row, high + float(np.log(np.exp(row - high, dtype=np.float64).sum()))
 
 
 def check_prompt_logits(name: str, field: str, stream: bool | None, size: int, limits: EngineLimits) -> None:
