@@ -91,12 +91,22 @@ def test_each_path_is_for_the_models_that_serve_it(server: BothDoors) -> None:
     assert "`search` is an embedding model" in wrong["error"]["message"]
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize"])
-def test_an_unknown_model_is_refused_with_the_names_of_all(server: BothDoors, path: str) -> None:
-    error = asked(server, path, {"model": "other", "prompt": PROMPT}, 404)["error"]
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT),
+        ("/v1/completions", {"prompt": PROMPT}),
+        ("/v1/embeddings", {"input": PROMPT}),
+        ("/tokenize", {"prompt": PROMPT}),
+    ],
+)
+def test_an_unknown_model_is_refused_with_the_names_of_all(
+    server: BothDoors, path: str, body: dict[str, Any]
+) -> None:
+    error = asked(server, path, {"model": "other", **body}, 404)["error"]
     assert error["message"] == f"The model `other` does not exist; this server has {', '.join(NAMES)}"
     assert (error["param"], error["code"]) == ("model", "model_not_found")
-    error = asked(server, path, {"prompt": PROMPT}, 400)["error"]
+    error = asked(server, path, body, 400)["error"]
     assert error["message"] == f"model is missing; this server has {', '.join(NAMES)}"
 
 

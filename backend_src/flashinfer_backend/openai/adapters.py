@@ -11,7 +11,6 @@ from starlette.responses import PlainTextResponse, Response
 
 from flashinfer_backend.models.adapters import AdapterError
 from flashinfer_backend.openai.errors import ApiError, field_error
-from flashinfer_backend.openai.requests import decode
 from flashinfer_backend.openai.served_model import Answering, ServedModel, find_able_model
 from flashinfer_backend.serving.adapters import NameTakenError
 
@@ -30,9 +29,8 @@ class UnloadRequest(msgspec.Struct, forbid_unknown_fields=True):
     lora_name: str
 
 
-def served_by_load(models: Sequence[ServedModel], body: bytes) -> ServedModel:
+def served_by_load(models: Sequence[ServedModel], request: LoadRequest) -> ServedModel:
     """The model whose adapter is loaded. Raises ApiError."""
-    request = decode(LoadRequest, body)
     served = find_able_model(models, request.model, lambda served: served.adapters is not None)
     if served.adapters is None:
         raise ApiError(
@@ -41,11 +39,10 @@ def served_by_load(models: Sequence[ServedModel], body: bytes) -> ServedModel:
     return served
 
 
-def served_by_unload(models: Sequence[ServedModel], body: bytes) -> ServedModel:
-    """The model that has the adapter, or any that takes adapters. Raises ApiError."""
-    name = decode(UnloadRequest, body).lora_name
+def served_by_unload(models: Sequence[ServedModel], request: UnloadRequest) -> ServedModel:
+    """The model that has the adapter, or any that takes adapters."""
     taking = [served for served in models if served.adapters is not None]
-    return next((served for served in taking if served.adapter_folder(name) is not None), taking[0])
+    return next((each for each in taking if each.adapter_folder(request.lora_name) is not None), taking[0])
 
 
 def load_adapter(models: Sequence[ServedModel], served: ServedModel, request: LoadRequest) -> Answering:

@@ -66,7 +66,6 @@ from flashinfer_backend.openai.requests import (
     TokenizeRequest,
     convert,
     decode,
-    model_of,
 )
 from flashinfer_backend.openai.responses import input_page, input_tokens, responses, store_of
 from flashinfer_backend.openai.served_model import Answering, ServedModel, find_model
@@ -95,9 +94,9 @@ class Access:
     origins: Sequence[str] = ()
 
 
-def _served_by_name(models: Sequence[ServedModel], body: bytes) -> ServedModel:
+def _served_by_name(models: Sequence[ServedModel], request: Any) -> ServedModel:
     """The model that a body names. Raises ApiError."""
-    return models[0] if len(models) == 1 else find_model(models, model_of(body))
+    return find_model(models, request.model)
 
 
 class Post(NamedTuple):
@@ -110,7 +109,7 @@ class Post(NamedTuple):
     read: Callable[[ServedModel, Any], Answering]
     tasks: Sequence[str] = ()
     versions: Sequence[str] = VERSIONS
-    choose: Callable[[Sequence[ServedModel], bytes], ServedModel] = _served_by_name
+    choose: Callable[[Sequence[ServedModel], Any], ServedModel] = _served_by_name
     no_body: bytes = b""
 
     def paths(self) -> list[str]:
@@ -182,19 +181,15 @@ def _posts(models: Sequence[ServedModel]) -> list[Post]:
 def _endpoint(
     post: Post, models: Sequence[ServedModel], bodies: Bodies
 ) -> Callable[[Request], Awaitable[Response]]:
-    def read(served: ServedModel, body: bytes) -> Answering:
-        request = decode(post.kind, body)
-        served.check_model(getattr(request, "model", ""))
-        return post.read(served, request)
-
     async def endpoint(request: Request) -> Response:
-        async with bodies.arriving(request) as arrived:
-            body = arrived or post.no_body
-            served = await bodies.read(post.choose, models, body)
+        async with bodies.arriving(request) as body:
+            asked = await bodies.read(len(body), decode, post.kind, body or post.no_body)
+            served = post.choose(models, asked)
             if post.tasks:
                 served.check_task(request.url.path, post.tasks)
+            served.check_model(getattr(asked, "model", ""))
             await served.attached()
-            answering = await bodies.read(read, served, body)
+            answering = await bodies.read(len(body), post.read, served, asked)
         answer = await answering()
         return answer if isinstance(answer, Response) else _json(answer)
 
@@ -387,11 +382,11 @@ class Bodies:
         finally:
             self._held -= size
 
-    async def read(self, function: Callable[[Any, bytes], Read], of: Any, body: bytes) -> Read:
-        """Calls a function that reads a body, in a thread if that is large."""
-        if len(body) < LARGE_BODY:
-            return function(of, body)
-        return await asyncio.get_running_loop().run_in_executor(self.readers, function, of, body)
+    async def read(self, size: int, function: Callable[..., Read], *arguments: Any) -> Read:
+        """Calls a function that reads a body of this size, in a thread if that is large."""
+        if size < LARGE_BODY:
+            return function(*arguments)
+        return await asyncio.get_running_loop().run_in_executor(self.readers, function, *arguments)
 
     def _hold(self, size: int) -> None:
         self._held += size

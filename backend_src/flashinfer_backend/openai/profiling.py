@@ -12,7 +12,6 @@ import msgspec
 from flashinfer_backend.core.bounds import MOST_TRACED_STEPS
 from flashinfer_backend.openai.errors import ApiError, field_error
 from flashinfer_backend.openai.link import unavailable
-from flashinfer_backend.openai.requests import model_of
 from flashinfer_backend.openai.served_model import Answering, ServedModel, find_able_model
 from flashinfer_backend.transport.endpoint import EngineDown
 
@@ -32,9 +31,9 @@ class StopProfile(msgspec.Struct, forbid_unknown_fields=True):
     model: str = ""
 
 
-def served_by_profile(models: Sequence[ServedModel], body: bytes) -> ServedModel:
+def served_by_profile(models: Sequence[ServedModel], request: StartProfile | StopProfile) -> ServedModel:
     """The model whose engines are traced. Raises ApiError."""
-    served = find_able_model(models, model_of(body), lambda served: served.model.profiles)
+    served = find_able_model(models, request.model, lambda served: served.model.profiles)
     if not served.model.profiles:
         raise ApiError(f"the model {served.name} was built without profile_dir", 404, "model")
     return served

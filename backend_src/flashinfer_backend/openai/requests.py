@@ -16,7 +16,7 @@ from msgspec import inspect as info
 
 from flashinfer_backend.core.bounds import MOST_CHOICES, MOST_PAGE_ITEMS, MOST_TOP_LOGPROBS, MOST_WORD
 from flashinfer_backend.core.values import INT32_MAX, shown
-from flashinfer_backend.openai.bounds import bounded, check_field, check_items, check_size
+from flashinfer_backend.openai.bounds import bounded, check_field, check_items
 from flashinfer_backend.openai.errors import ApiError, field_error, wrong_value
 from flashinfer_backend.openai.no_effect import check_no_effect
 
@@ -518,20 +518,6 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 _UNKNOWN = re.compile(r"Object contains unknown field `(.+?)`(?: - at `\$\.?(.*)`)?")
 _WRONG = re.compile(r"(.*) - at `\$\.?(.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.+?)`(?: - at `\$\.?(.*)`)?")
-
-
-class _Named(msgspec.Struct):
-    """What a body says of its model, next to other fields."""
-
-    model: str = ""
-
-
-def model_of(body: bytes) -> str:
-    """The model that a body names; empty where it names none. Raises ApiError."""
-    with _worded(_Named):
-        name = msgspec.json.decode(body, type=_Named).model
-    check_size(_Named, "model", len(name.encode(errors="replace")))
-    return name
 
 
 def decode(kind: type[Body], body: bytes) -> Body:
