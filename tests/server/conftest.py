@@ -89,16 +89,6 @@ def unary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def bare(contract: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One whose ensemble has no outputs of log probs, logits and perf metrics, and whose texts hold the
-    special tokens. It runs beside `contract`, as some tests compare the two."""
-    folder = tmp_path_factory.mktemp("bare")
-    knobs = ["ensemble_report_outputs=false", "skip_special_tokens=false", "llm_instance_count=1"]
-    with shared(running(build_repository(folder, *knobs, "--llm-name", "tensorrt_llm"), folder)) as started:
-        yield started
-
-
-@pytest.fixture(scope="session")
 def metered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server for tests of the metrics, which look at what they change."""
     folder = tmp_path_factory.mktemp("metered")

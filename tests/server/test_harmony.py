@@ -26,9 +26,10 @@ READ: dict[str, tuple[str, str, list[tuple[str, str]], str]] = {
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothDoors]:
-    """Texts of the ensemble hold special tokens, which a client of Harmony reads itself."""
+    """Texts of the ensemble hold special tokens, which a client of Harmony reads itself. It has no outputs of
+    log probs, logits and perf metrics."""
     folder = tmp_path_factory.mktemp("harmony")
-    knobs = ("skip_special_tokens=false", "llm_instance_count=1")
+    knobs = ("skip_special_tokens=false", "ensemble_report_outputs=false", "llm_instance_count=1")
     repository = build_repository(folder, *knobs, models={"gpt-oss": harmony_model(folder)}, kv_tokens=4096)
     with both_running(repository, folder) as started:
         yield started
@@ -68,6 +69,33 @@ def test_the_ensemble_gives_the_same_as_text(server: BothDoors, name: str) -> No
     assert (status, answer["text_output"]) == (200, expected)
     parts = server.post({**asked, "stream": True}, "gpt-oss", stream=True)
     assert "".join(part["text_output"] for part in parts) == expected and len(parts) > 1
+
+
+def test_special_tokens_in_texts_are_found_by_stop_words(server: BothDoors) -> None:
+    chat = CHATS["high"]
+    for word in ("<|end|>", "sum.<|end|><|start|>assi"):
+        asked = {"text_input": chat.prompt, "max_tokens": 80, "exclude_input_in_output": True}
+        asked |= {"stop_words": [word], "exclude_stop_words_in_output": True}
+        expected = chat.answer.partition(word)[0]
+        assert server.post(asked, "gpt-oss")[1]["text_output"] == expected
+        parts = server.post({**asked, "stream": True}, "gpt-oss", stream=True)
+        assert "".join(part["text_output"] for part in parts) == expected
+
+
+def test_what_the_ensemble_has_no_output_for_is_refused_and_llm_has_it(
+    server: BothDoors,
+) -> None:
+    asked: dict[str, Any] = {"text_input": "Once", "max_tokens": 2}
+    for name in ("log_probs", "context_logits", "generation_logits", "perf_metrics"):
+        status, answer = server.post({**asked, f"return_{name}": True}, "gpt-oss")
+        assert status == 400 and f"return_{name} is true, but this ensemble has no output" in answer["error"]
+        assert "build the model repository with ensemble_report_outputs true" in answer["error"]
+        assert "text_output" in server.post({**asked, f"return_{name}": False}, "gpt-oss")[1]
+    counted = {"return_num_output_tokens": True, "num_return_sequences": 2, "stream": True}
+    names = {"text_output", "finish_reason", "num_output_tokens", "sequence_index"}
+    assert {*server.post({**asked, **counted}, "gpt-oss", stream=True)[-1]} >= names
+    ids = {"input_ids": [5, 6], "input_lengths": 2, "request_output_len": 2, "return_log_probs": True}
+    assert len(server.post(ids, "gpt-oss_llm")[1]["output_log_probs"]) == 2
 
 
 def test_responses_have_items_for_reasoning_and_calls(client: openai.OpenAI) -> None:
