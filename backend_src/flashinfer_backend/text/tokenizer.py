@@ -16,9 +16,8 @@ TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 ROLES = ("bos", "eos", "unk", "pad", "sep", "cls", "mask")
 ID_FILES = ("generation_config.json", "config.json")
 
-AT_ONCE = (
-    1 << 20
-)  # characters that are encoded together: the library takes up to 430 bytes for each meanwhile
+# Characters that are encoded together, by as many cores as texts. Each takes up to 430 bytes meanwhile.
+AT_ONCE = 1 << 21
 
 
 class TextTokenizer:
