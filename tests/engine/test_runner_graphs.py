@@ -86,6 +86,8 @@ class GraphedAttention:
     def captured(
         self, shape: StepShape, block_table: torch.Tensor, words: torch.Tensor, lengths: Any = None
     ) -> Captured:
+        if shape.feeds_per_row is None:
+            assert shape.tokens <= graphs.MIXED_SIZES[-1]  # as FlashInfer's plan
         if shape.shared and shape.feeds_per_row is None:
             self.sharing.append(SharingAttention(self._torch()))
             return self.sharing[-1]

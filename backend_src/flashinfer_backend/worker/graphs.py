@@ -478,6 +478,9 @@ class MixedGraphs:
         with torch.inference_mode():
             for size in reversed(self._sizes):  # the largest first, so that the others fit its memory
                 self._capture(size)
+                capture.sizes += 1
+                if state.states is not None:  # delta nets launch by the number of rows
+                    continue
                 most = min(size, block_table.shape[0] - 1)
                 # Few decode rows are cut up otherwise than many.
                 for rows in sorted({min(64, most), most}):
@@ -490,7 +493,6 @@ class MixedGraphs:
                     shared = attention.captured(steps._replace(shared=True), *own)
                     if (full := self._capture_full(size, shared, most)) is not None:
                         self._sharing[size] = full
-                capture.sizes += 1
         # All ranks must pad to the same sizes.
         times = model.collectives.agreed([self._layer_seconds(size) for size in self._sizes])
         self._best = fastest_sizes(self._sizes, times)
@@ -636,7 +638,7 @@ class MixedGraphs:
         return bool(self._sharing)
 
     def _capture_full(self, size: int, attention: Captured | None, rows: int) -> FullStep | None:
-        if attention is None or self._state.states is not None:  # delta nets launch by the number of rows
+        if attention is None:
             return None
 
         def layers(count: int) -> Stream:
