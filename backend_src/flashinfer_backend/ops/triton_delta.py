@@ -417,8 +417,7 @@ def delta_net(
             **(sizes | conv | launch),
             TAPS=taps,
             DRAFTS=rows.held is not None,
-            num_warps=8,
-            maxnreg=128,
+            num_warps=4,
         )
     if not prompts:
         return out
