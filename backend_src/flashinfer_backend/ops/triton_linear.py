@@ -42,6 +42,8 @@ from flashinfer_backend.ops.weight import Chosen, LowRank
 SPLITS = 4  # programs that share the columns of x to shrink
 MOST_TURNS = 16  # of a program that shrinks, one after the other
 FEWEST = 4  # programs that shrink, also where the product itself has one for each SM
+_SHORT = tl.constexpr(32)  # turns of a product with adapters, up to which the next kernel starts before the end
+_SOON = tl.constexpr(4)  # turns before the end at which adapters' rows are brought to L2
 
 _LARGEST, _SMALLEST_PEAK = tl.constexpr(LARGEST), tl.constexpr(SMALLEST_PEAK)
 
@@ -147,12 +149,16 @@ def _product(
         row_scale = tl.load(scales + n)
         if GATED:
             up_scale = tl.load(scales + rows + n)
-    # What adapters add is before the norm's scale, which is also a factor of that.
+    # What adapters add is before the norm's scale, which is also a factor of that. Their rows of this block
+    # are loaded ahead where registers are left: of a gated product the gate's, of another with a norm none,
+    # which come to L2 late: the weights would push them out again.
     height = 2 * rows if GATED else rows
+    TURNS: tl.constexpr = SHARE // INNER
+    AHEAD: tl.constexpr = GATED or not NORM
     if inner is not None:
-        count = tl.load(distinct)
+        count = tl.where(split == 0, tl.load(distinct), 0)
         listed = listed_places(distinct, 0, count, STEP, CHUNK)
-        if NATIVE and split == 0:
+        if NATIVE and AHEAD and split == 0:
             prefetch_up(up_adapters, distinct, row, height, ROWS, RANK, CHUNK // STEP, THREADS)
             if GATED:
                 prefetch_up(up_adapters, distinct, rows + row, height, ROWS, RANK, CHUNK // STEP, THREADS)
@@ -162,6 +168,8 @@ def _product(
         gdc_wait()
     if inner is not None:
         mine = tl.load(places + t, mask=t < tokens, other=-1)
+        if AHEAD:
+            matrix = side_by_side(up_adapters, listed, n, height, height, 0, RANK, STEP)
     if QUANTISE and residual is not None:
         # Here its way is covered by the product, and such products have registers left.
         added = tl.load(residual + t[:, None].to(tl.int64) * rows + n[None, :], mask=inside, other=0.0)
@@ -173,7 +181,7 @@ def _product(
         acc = tl.zeros([COLUMNS, ROWS], tl.float32)
         up = tl.zeros([COLUMNS, ROWS], tl.float32)
     square = tl.zeros([TOKENS, INNER], tl.float32)
-    for i in tl.range(0, SHARE // INNER, num_stages=STAGES):
+    for i in tl.range(0, TURNS, num_stages=STAGES):
         if x_blocks is None:
             x_block = tl.load(x_cells + i * INNER, mask=inside, other=0.0)
         else:
@@ -194,7 +202,7 @@ def _product(
             # Only here, so that the scales are there when the weights come.
             block = weight_blocks.load([row, column + i * INNER])
         elif APART:
-            group = split * (SHARE // INNER) + i
+            group = split * TURNS + i
             x_scale = tl.load(x_scales + group * x_rows.to(tl.int64) + t, mask=t < tokens, other=0.0)
         if COLUMNS > TOKENS:
             x_block = tl.broadcast_to(x_block, [COLUMNS, INNER])
@@ -203,7 +211,7 @@ def _product(
         up_x_scale = x_scale
         if APART:
             # INNER is the columns of a block, and ROWS divides its rows.
-            of_block = scales + split * (SHARE // INNER) + i
+            of_block = scales + split * TURNS + i
             x_scale = x_scale * tl.load(of_block + row // INNER * APART)
             if GATED:
                 up_x_scale = up_x_scale * tl.load(of_block + (rows + row) // INNER * APART)
@@ -211,12 +219,21 @@ def _product(
         if GATED:
             up_block = weight_blocks.load([rows + row, column + i * INNER])
             up = _add_product(up, x_block, up_block, up_x_scale, SWAP, SCALED)
-    if NATIVE and not EARLY:
+        if NATIVE and inner is not None:
+            if not AHEAD:
+                if (i == max(TURNS - _SOON, 0)) & (split == 0):
+                    prefetch_up(up_adapters, distinct, row, height, ROWS, RANK, CHUNK // STEP, THREADS)
+            # What follows the loop is long enough then to cover the next kernel's start.
+            if not EARLY and TURNS <= _SHORT:
+                if i == TURNS * 3 // 4:
+                    gdc_launch_dependents()
+    if NATIVE and not EARLY and (inner is None or TURNS > _SHORT):
         gdc_launch_dependents()
     if inner is not None and split == 0:
         # Rows of padding, which have zeros, are of the last part.
         part = tl.minimum((row >= first_end).to(tl.int32) + (row >= second_end).to(tl.int32), PARTS - 1)
-        matrix = side_by_side(up_adapters, listed, n, height, height, 0, RANK, STEP)
+        if not AHEAD:
+            matrix = side_by_side(up_adapters, listed, n, height, height, 0, RANK, STEP)
         up_matrix = matrix
         if GATED:
             up_matrix = side_by_side(up_adapters, listed, rows + n, height, height, 0, RANK, STEP)
