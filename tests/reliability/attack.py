@@ -62,6 +62,7 @@ HOSTILE: list[bytes] = [
     b'{"max_tokens": 1, "text_input": "a", "temperature": 1e39, "top_p": -3}',
     b'{"max_tokens": 1, "text_input": "\\ud800"}',
     json.dumps({"max_tokens": 1, "text_input": "a", "stop_words": ["x" * 9] * 30_000}).encode(),
+    b'{"max_tokens": 1, "text_input": "a", "stop_words": [' + b'"",' * 3_000_000 + b'""]}',
     json.dumps({"max_tokens": 1, "text_input": "a " * 1_000_000}).encode(),
 ]
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import Raw
 
 from flashinfer_backend.core.bounds import CONVERSATION
 from flashinfer_backend.core.config import EngineConfig
@@ -655,6 +656,14 @@ def test_a_call_that_the_limit_of_tokens_cut_is_not_said_to_be_whole(one_call: b
     for code, reason in ((protocol.FINISHED_LENGTH, "length"), (protocol.FINISHED_END_ID, "tool_calls")):
         events, finish, _ = answered(text, "qwen3_coder", set(), True, [], one_call, code)
         assert [event.kind for event in events] == [CALL, ARGUMENTS] and finish == reason
+
+
+def test_log_probabilities_of_many_tokens_go_out_with_one_piece_of_text() -> None:
+    """As of line breaks that were held back. Put in front of each other they would take minutes here."""
+    probs = [(Raw(b"%d" % n), Raw(b"x")) if n % 2 else (Raw(b"%d" % n),) for n in range(200_000)]
+    answer: Any = SimpleNamespace(_top=0, _unsaid=[(7, (Raw(b"of a mark"),)), *((1, each) for each in probs)])
+    (told,) = Answer._told(answer, [Event(CONTENT, "\n" * len(probs))])
+    assert list(told.log_probs) == [each for own in probs for each in own] and not answer._unsaid
 
 
 def test_tokens_that_a_request_has_made_itself_are_not_cached_ones() -> None:

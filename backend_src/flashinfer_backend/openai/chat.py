@@ -294,15 +294,15 @@ class Answer:
         unsaid, self._unsaid = self._unsaid, []
         told: list[Event] = []
         for each in reversed(events):
-            log_probs: tuple[Raw, ...] = ()
+            log_probs: list[Raw] = []  # the last first
             left = len(each.text) if each.kind == CONTENT else 0
             # A token that is a part of a character writes nothing.
             while unsaid and (left > 0 or (log_probs and not unsaid[-1][0])):
                 size, own = unsaid.pop()
                 left -= size
-                log_probs = own + log_probs
-            told.insert(0, each._replace(log_probs=log_probs))
-        return told
+                log_probs += own[::-1]
+            told.append(each._replace(log_probs=tuple(log_probs[::-1])))
+        return told[::-1]
 
     def _finish(self, code: int) -> str:
         reason = finish_reason(code)
