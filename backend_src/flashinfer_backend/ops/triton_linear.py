@@ -42,7 +42,7 @@ from flashinfer_backend.ops.weight import Chosen, LowRank
 SPLITS = 4  # programs that share the columns of x to shrink
 MOST_TURNS = 16  # of a program that shrinks, one after the other
 FEWEST = 4  # programs that shrink, also where the product itself has one for each SM
-_SHORT = tl.constexpr(32)  # turns of a product with adapters, up to which the next kernel starts before the end
+_SHORT = tl.constexpr(32)  # turns of a product with adapters up to which the next kernel starts early
 _SOON = tl.constexpr(4)  # turns before the end at which adapters' rows are brought to L2
 
 _LARGEST, _SMALLEST_PEAK = tl.constexpr(LARGEST), tl.constexpr(SMALLEST_PEAK)
@@ -220,11 +220,11 @@ def _product(
             up_block = weight_blocks.load([rows + row, column + i * INNER])
             up = _add_product(up, x_block, up_block, up_x_scale, SWAP, SCALED)
         if NATIVE and inner is not None:
-            if not AHEAD:
+            if not AHEAD:  # noqa: SIM102 - known when the kernel is compiled
                 if (i == max(TURNS - _SOON, 0)) & (split == 0):
                     prefetch_up(up_adapters, distinct, row, height, ROWS, RANK, CHUNK // STEP, THREADS)
             # What follows the loop is long enough then to cover the next kernel's start.
-            if not EARLY and TURNS <= _SHORT:
+            if not EARLY and TURNS <= _SHORT:  # noqa: SIM102 - the same
                 if i == TURNS * 3 // 4:
                     gdc_launch_dependents()
     if NATIVE and not EARLY and (inner is None or TURNS > _SHORT):
