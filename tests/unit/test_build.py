@@ -30,6 +30,7 @@ from flashinfer_backend.config_tools.knobs import (
 from flashinfer_backend.config_tools.settings import complete
 from flashinfer_backend.config_tools.trt_names import FOREIGN
 from flashinfer_backend.core.config import EngineConfig, Setting, auto_queue_size, fields, resolve_limits
+from thinned import examples
 
 
 def read(repo: Path, model: str) -> Any:
@@ -127,8 +128,8 @@ def test_every_field_of_the_engine_is_read():
     files = [path for path in package.rglob("*.py") if path.parent.name != "config_tools"]
     nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
     attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
-    configs = ("config", "_config")
-    read = {node.attr for node in attributes if ast.unparse(node.value).rpartition(".")[2] in configs}
+    owners = [(node.attr, getattr(node.value, "attr", getattr(node.value, "id", ""))) for node in attributes]
+    read = {name for name, owner in owners if owner in ("config", "_config")}
     assert set(EngineConfig.__struct_fields__) - read == set()
 
 
@@ -354,7 +355,7 @@ A_FEW_KNOBS = st.lists(
 ).map(dict)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=examples(30), deadline=None, derandomize=True)
 @given(ALL_KNOBS)
 def test_values_are_read_back_and_nothing_else_changes(texts):
     values = complete({name: BY_NAME[name].parse(text) for name, text in texts.items()})
@@ -377,7 +378,7 @@ def test_values_are_read_back_and_nothing_else_changes(texts):
     assert configs == templates
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=examples(200), deadline=None, derandomize=True)
 @given(st.sampled_from(KNOBS), st.text(max_size=12) | st.integers().map(str) | st.floats().map(str))
 def test_parse_accepts_its_own_spelling_or_says_what_is_right(knob, text):
     try:
@@ -389,7 +390,7 @@ def test_parse_accepts_its_own_spelling_or_says_what_is_right(knob, text):
         assert "\n" not in value
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), deadline=None, derandomize=True)
 @given(A_FEW_KNOBS)
 def test_what_passes_the_checks_is_accepted_by_the_engine(checkpoint, texts):
     chosen = {name: BY_NAME[name].parse(text) for name, text in texts.items()}
