@@ -21,6 +21,7 @@ from flashinfer_backend.openai.formats.events import (
     merged,
 )
 from flashinfer_backend.openai.formats.reasoning import ThinkReader, is_opened
+from thinned import examples
 
 SCHEMAS: dict[str, Any] = {
     "weather": {
@@ -369,7 +370,7 @@ READERS: dict[str, Make] = {
 }
 
 
-@settings(max_examples=700, deadline=None, derandomize=True)
+@settings(max_examples=examples(700), deadline=None, derandomize=True)
 @given(
     st.sampled_from(sorted(READERS)),
     st.one_of(

@@ -49,6 +49,7 @@ from flashinfer_backend.structured.json_schema import checked_schema, parse_sche
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.transport import protocol
+from thinned import examples
 
 ASK = [{"role": "user", "content": "Hi"}]
 LIMITS = EngineLimits(2048, 100, 99)
@@ -576,7 +577,7 @@ def answered(
     return found, answer.finish, stream.timing.sent
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300), deadline=None, derandomize=True)
 @given(
     st.sampled_from(sorted(TEXTS)),
     st.sets(st.integers(0, 90)),
@@ -597,7 +598,7 @@ def test_a_stream_cut_at_any_token_says_the_same(tools: str, cuts: set[int], sto
         assert finish == "tool_calls" and is_json(arguments)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=examples(200), deadline=None, derandomize=True)
 @given(st.sampled_from(sorted(TEXTS)), st.sets(st.integers(0, 90)), st.sampled_from([[], ["Moment"], ["🌧"]]))
 def test_content_has_the_log_probs_of_its_own_tokens(tools: str, cuts: set[int], stop: list[str]) -> None:
     """Also where its text was held back; tokens of marks, reasoning and calls have none."""
@@ -621,7 +622,7 @@ def is_json(text: str) -> bool:
     return True
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300), deadline=None, derandomize=True)
 @given(
     st.sampled_from(sorted(TEXTS)),
     st.sets(st.integers(0, 90)),
