@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
 
-import pytest
 from openai_server import OpenAiServer
 from running import ROOT, EngineWatch, Server, wait_for
 from terminals import END_OF_FILE, INTERRUPT, terminal
@@ -135,16 +134,6 @@ def test_a_run_that_is_interrupted_keeps_what_it_has(server: Server, tmp_path: P
     assert run["interrupted"] and summary["failed"] == 0 and summary["completed"] > 0
     assert summary["completed"] + summary["unfinished"] == 500
     assert len(run["requests"]["index"]) == summary["completed"]
-
-
-@pytest.mark.parametrize("limit, status", [("p99_ttft=60000", 0), ("p99_ttft=0.001", 1)])
-def test_the_search_for_a_rate_says_each_try(server: Server, capsys: Any, limit: str, status: int) -> None:
-    short = ["--input-len", "8", "--output-len", "4", "--try-seconds", "0.2", "--search-seconds", "60"]
-    arguments = ["--find-rate", "8:8", "--limit", limit, *short]
-    assert bench.main(["--url", server.url, *LOAD, *arguments]) == status
-    shown = capsys.readouterr().out
-    assert re.search(r"^ +8 requests/s: p99_ttft [\d.]+ ms: (good|no, p99_ttft)", shown)
-    assert ("highest rate: 8 requests/s" in shown) == (status == 0)
 
 
 def test_openai_completions_and_chat(door: OpenAiServer, tmp_path: Path) -> None:

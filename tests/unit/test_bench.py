@@ -361,6 +361,15 @@ def test_a_report_of_committed_results_compares_servers_at_the_same_loads(tmp_pa
         measured.read(tmp_path / "missing.json")
 
 
+@pytest.mark.parametrize("limit, status", [("p99_ttft=60000", 0), ("p99_ttft=0.001", 1)])
+def test_the_search_for_a_rate_says_each_try(load, capsys, limit, status):
+    search = f"--find-rate 40:40 --limit {limit} --try-seconds 0.2 --input-len 8 --output-len 4"
+    assert bench.main([*load, *search.split()]) == status
+    shown = capsys.readouterr().out
+    assert re.search(r"^ +40 requests/s: p99_ttft [\d.]+ ms: (good|no, p99_ttft)", shown)
+    assert ("highest rate: 40 requests/s" in shown) == (status == 0)
+
+
 def test_a_search_does_not_take_a_rate_that_slots_held_back(load, capsys):
     running = StreamingServer(chunk_seconds=0.02)
     lengths = "--input-len 8 --output-len 10 --max-concurrency 1"
