@@ -47,8 +47,8 @@ COLUMNS = 5  # int32 words per row of a graph's input, besides attention's and a
 # Numbers of tokens of mixed steps. Beyond the last one the device takes longer than the host, so nothing is
 # gained. Padding costs about 3 % of a step for 16 tokens of 256, so they are dense.
 MIXED_SIZES = [8, 16, 24, 32, 48, *range(64, 512, 16), *range(512, 1025, 32)]
-# Of models with delta nets and experts, which have some 20 kernels a layer, each a short one: on an H100 the
-# host takes 55 ms for a step of Qwen3.5-35B-A3B, and the device 25 ms for one of 1064 tokens.
+# Of models with delta nets and experts, which have some 20 kernels a layer, each a short one: on an H100 a
+# step of Qwen3.5-35B-A3B of 1033 tokens took 54 ms or more, and one of 1024, which was captured, 29.
 FURTHER_SIZES = [*range(1152, 2049, 128)]
 LARGEST_SHARING = 512  # tokens of a mixed step whose decode rows read shared prefixes once
 TIMED_REPLAYS = 10
