@@ -80,4 +80,10 @@ def test_every_parameter_comes_from_a_door():
         calls = [node for node in nodes(door) if isinstance(node, ast.Call)]
         (made,) = [call for call in calls if ast.unparse(call.func) == "SamplingParams"]
         given |= {keyword.arg for keyword in made.keywords}
+    written = [
+        node
+        for node in nodes("openai")
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    ]
+    given |= {node.attr for node in written if ast.unparse(node.value).rpartition(".")[2] == "params"}
     assert set(SamplingParams.__struct_fields__) - given == set()
