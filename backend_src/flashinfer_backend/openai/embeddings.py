@@ -22,7 +22,6 @@ from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.core.values import shown
 from flashinfer_backend.openai.answer import JsonResponse, Usage, note_sent
 from flashinfer_backend.openai.errors import ApiError, field_error, wrong_value
-from flashinfer_backend.openai.link import Streams
 from flashinfer_backend.openai.requests import (
     EmbeddingRequest,
     PooledRequest,
@@ -77,7 +76,6 @@ async def _embeddings(served: ServedModel, request: EmbeddingRequest, inputs: li
     places = _places("input", len(inputs))
     if isinstance(inputs[0], str):
         inputs = await served.encode(inputs, request.add_special_tokens, places)
-    streams = await _submit(served, request, inputs, places)
     assert served.pooling is not None
     normalize, as_text = served.pooling.normalize, request.encoding_format == "base64"
 
@@ -93,7 +91,7 @@ async def _embeddings(served: ServedModel, request: EmbeddingRequest, inputs: li
         data = [{"object": "embedding", "index": i, "embedding": each} for i, each in enumerate(found)]
         return {"object": "list", "data": data}
 
-    return _answer(served, request, streams, "embd", places, shape, content)
+    return await _answer(served, request, "embd", inputs, places, shape, content)
 
 
 def rerank(served: ServedModel, request: RerankRequest) -> Answering:
@@ -140,19 +138,27 @@ async def _scored(
 ) -> Response:
     """places: in the request, of what differs in each prompt. content: as _answer has it."""
     # The prompt's own last token is the one that is answered.
-    streams = await _submit(served, request, await served.encode(prompts, False, places), places)
+    ids = await served.encode(prompts, False, places)
 
     def probability(values: np.ndarray) -> float:
         """The share of yes in the softmax of both logits, or the sigmoid of one."""
         logit = float(values[0]) - (float(values[1]) if len(values) > 1 else 0.0)
         return 1 / (1 + math.exp(-logit)) if logit > -700 else 0.0
 
-    return _answer(served, request, streams, name, places, probability, content)
+    return await _answer(served, request, name, ids, places, probability, content)
 
 
-async def _submit(
-    served: ServedModel, request: PooledRequest, prompts: Sequence[list[int]], places: Sequence[str]
-) -> Streams:
+async def _answer(
+    served: ServedModel,
+    request: PooledRequest,
+    name: str,
+    prompts: Sequence[list[int]],
+    places: Sequence[str],
+    shape: Callable[[np.ndarray], Any],
+    content: Callable[[list[Any]], dict[str, Any]],
+) -> Response:
+    """shape: turns the values float32 [n] of one prompt into a result. content: makes the answer of all
+    results. Raises ApiError."""
     most = served.limits.max_input_len
     has = "has" if isinstance(request, EmbeddingRequest) else "makes, with its query, a prompt of"
     rows = []
@@ -172,20 +178,7 @@ async def _submit(
             np.array(ids, "<i4"), params, priority=request.priority, timeout_us=timeout_us
         )
         rows.append((row, 1))
-    return await served.generate(rows, skip_special_tokens=False)
-
-
-def _answer(
-    served: ServedModel,
-    request: PooledRequest,
-    streams: Streams,
-    name: str,
-    places: Sequence[str],
-    shape: Callable[[np.ndarray], Any],
-    content: Callable[[list[Any]], dict[str, Any]],
-) -> Response:
-    """shape: turns the values float32 [n] of one input into a result. content: makes the answer of all
-    results."""
+    streams = await served.generate(rows, skip_special_tokens=False)
     own_id = f"{name}-{secrets.token_hex(16)}"
     usage = Usage(streams)
 
