@@ -70,10 +70,17 @@ class Request:
         return np.concatenate([self.prompt, self.generated]) if len(self.generated) else self.prompt
 
     @cached_property
-    def stops_by_last(self) -> dict[int, dict[int, set[tuple[int, ...]]]]:
-        """Stop sequences by their last token, then by their length: of thousands, a token concerns few."""
-        found: dict[int, dict[int, set[tuple[int, ...]]]] = {}
-        for stop in map(tuple, self.params.stop_sequences):
-            if stop:
-                found.setdefault(stop[-1], {}).setdefault(len(stop), set()).add(stop)
-        return found
+    def stops_backwards(self) -> tuple[list[bytes], int]:
+        """Stop sequences as `backwards` writes them, sorted, and the tokens of the longest. Those which begin
+        with another are left out: so one alone can begin what is written backwards, the last that is not
+        behind it."""
+        found: list[bytes] = []
+        for stop in sorted({backwards(np.array(stop)) for stop in self.params.stop_sequences if stop}):
+            if not found or not stop.startswith(found[-1]):
+                found.append(stop)
+        return found, max(map(len, found), default=0) // 4
+
+
+def backwards(ids: np.ndarray) -> bytes:
+    """Ids from the last to the first, in bytes that sort as the ids do."""
+    return ids[::-1].astype(">u4").tobytes()

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import bisect
 import time
 from dataclasses import dataclass, fields
 
 import numpy as np
 
-from flashinfer_backend.core.request import Request
+from flashinfer_backend.core.request import Request, backwards
 from flashinfer_backend.core.step import StepOutput, StepPlan
 from flashinfer_backend.scheduler.slot_table import SlotTable
 from flashinfer_backend.transport import protocol
@@ -74,12 +75,11 @@ def _accept(
 def _ends_with_stop_sequence(table: SlotTable, slot: int) -> bool:
     request = table.requests[slot]
     assert request is not None
+    stops, longest = request.stops_backwards
     known, start = int(table.known[slot]), int(table.prompt_len[slot])
-    by_length = request.stops_by_last.get(int(table.tokens[slot, known - 1]), {})
-    return any(
-        known - start >= length and tuple(table.tokens[slot, known - length : known].tolist()) in stops
-        for length, stops in by_length.items()
-    )
+    said = backwards(table.tokens[slot, max(start, known - longest) : known])
+    at = bisect.bisect_right(stops, said)
+    return at > 0 and said.startswith(stops[at - 1])
 
 
 def end_grammars(outcome: Outcome, output: StepOutput) -> None:
