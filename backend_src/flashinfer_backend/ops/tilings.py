@@ -33,8 +33,8 @@ def choose_adapted(role: Role, tokens: int, weight: Tensor) -> Tiling | None:
     shapes that were not measured with adapters, the one without them, or where cuBLAS is faster then, the one
     for all shapes. For more than a few tokens, which can have many adapters, it is not split, where that
     leaves SMs to helpers and the others suffice to read the weight. The kernel behind it does not
-    start at once: of 32 tokens with 8 adapters the four products of a layer then take 176.8 us instead of
-    181.2 (an H100, 2026-11-27), but with the gate and up product too 177.3."""
+    start at once: of 32 tokens with 8 adapters the four products of a layer took 176.8 us instead of 181.2
+    (an H100, 2026-11-27, the next kernel behind the loop), but with the gate and up product too 177.3."""
     rows, inner = weight.shape
     return _choose_adapted(role, tokens, rows, inner)
 

@@ -417,7 +417,7 @@ def delta_net(
             **(sizes | conv | launch),
             TAPS=taps,
             DRAFTS=rows.held is not None,
-            num_warps=4,
+            num_warps=4 if dk * dv <= 128 * 128 else 8,
         )
     if not prompts:
         return out

@@ -42,7 +42,7 @@ from flashinfer_backend.ops.weight import Chosen, LowRank
 SPLITS = 4  # programs that share the columns of x to shrink
 MOST_TURNS = 16  # of a program that shrinks, one after the other
 FEWEST = 4  # programs that shrink, also where the product itself has one for each SM
-_SHORT = tl.constexpr(32)  # turns of a product with adapters up to which the next kernel starts early
+_SHORT = tl.constexpr(32)  # turns with adapters, up to which the next kernel starts before the loop's end
 _SOON = tl.constexpr(4)  # turns before the end at which adapters' rows are brought to L2
 
 _LARGEST, _SMALLEST_PEAK = tl.constexpr(LARGEST), tl.constexpr(SMALLEST_PEAK)
@@ -149,12 +149,12 @@ def _product(
         row_scale = tl.load(scales + n)
         if GATED:
             up_scale = tl.load(scales + rows + n)
-    # What adapters add is before the norm's scale, which is also a factor of that. Their rows of this block
-    # are loaded ahead where registers are left: of a gated product the gate's, of another with a norm none,
-    # which come to L2 late: the weights would push them out again.
+    # What adapters add is before the norm's scale, which is also a factor of that. Of their rows the first
+    # CHUNK columns are loaded before the loop where registers are left, of a gated product the gate's. Where
+    # none are, they are brought to L2 shortly before the loop ends: earlier, the weights push them out again.
     height = 2 * rows if GATED else rows
     TURNS: tl.constexpr = SHARE // INNER
-    AHEAD: tl.constexpr = GATED or not NORM
+    AHEAD: tl.constexpr = (GATED and TOKENS <= 32) or not NORM
     if inner is not None:
         count = tl.where(split == 0, tl.load(distinct), 0)
         listed = listed_places(distinct, 0, count, STEP, CHUNK)
@@ -223,7 +223,10 @@ def _product(
             if not AHEAD:  # noqa: SIM102 - known when the kernel is compiled
                 if (i == max(TURNS - _SOON, 0)) & (split == 0):
                     prefetch_up(up_adapters, distinct, row, height, ROWS, RANK, CHUNK // STEP, THREADS)
-            # What follows the loop is long enough then to cover the next kernel's start.
+                    if GATED:
+                        end = rows + row
+                        prefetch_up(up_adapters, distinct, end, height, ROWS, RANK, CHUNK // STEP, THREADS)
+            # Measured: o and the queries, keys and values gain by it. Down, which has more turns, loses.
             if not EARLY and TURNS <= _SHORT:  # noqa: SIM102 - the same
                 if i == TURNS * 3 // 4:
                     gdc_launch_dependents()

@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         spec = share(options)
-        steps = sizes_of(options, spec)
+        steps = sizes_of(options)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     require_cuda(parser)
@@ -109,7 +109,7 @@ def share(options: argparse.Namespace) -> ModelSpec:
     return spec.share(Shard(0, options.tensor_parallel_size))
 
 
-def sizes_of(options: argparse.Namespace, spec: ModelSpec) -> kernels.Sizes:
+def sizes_of(options: argparse.Namespace) -> kernels.Sizes:
     """The sizes of steps to measure, by table. Raises ValueError where --tokens has other values."""
     sizes = kernels.QUICK if options.quick else kernels.FULL
     if not options.tokens:

@@ -5,14 +5,14 @@ Steps of decode rows alone are whole graphs (DecodeGraphs), one per number of ro
 from the last tokens to the next ones, so that a step costs the host one upload and one launch. Steps in which
 rows share enough of their caches for one common read to pay have graphs of their own, of fewer sizes.
 
-Mixed steps of few tokens have one or two graphs per number of tokens (MixedGraphs). A step with prompts has
+Mixed steps of up to some 1000 tokens have graphs by number of tokens (MixedGraphs). A step with prompts has
 attention of a new shape each time, but its other operations depend only on the number of tokens. Launched one
-by one they cost the host about 10 ms, more than the device needs for a short prompt. Steps are padded to a
+by one they cost the host 10 ms and more, more than the device needs for a short prompt. Steps are padded to a
 captured number of tokens. Where attention can be captured too (StepGraphState: FA3 and the Triton kernel read
 what changes from the device), the step is one full graph, another one where decode rows share prefixes. Else
-it goes layer by layer, and what lies between two attention calls is a graph: from the embedding to the first
-query, from one layer's attention to the next layer's query. After the last attention only the tokens go on
-whose logits are wanted, outside any graph.
+it goes layer by layer, as in all models with delta nets, and what lies between the mixers of two layers is a
+graph: from the embedding to the first query, from one layer's attention or delta net to the next one's input.
+After the last mixer only the tokens go on whose logits are wanted, outside any graph.
 
 More padding can be faster: a matrix product of 448 tokens may take longer than one of 512. So each number of
 tokens is timed once it is captured, and a step takes the fastest that holds it.
@@ -90,7 +90,9 @@ def default_sizes(max_num_seqs: int) -> list[int]:
 
 def mixed_sizes(model: ModelSpec) -> list[int]:
     """Numbers of tokens of mixed steps to capture."""
-    return MIXED_SIZES + (FURTHER_SIZES if model.delta_nets and model.experts is not None else [])
+    # On one GPU: FlashInfer's all-reduce has room for no more.
+    further = model.delta_nets and model.experts is not None and model.shard.size == 1
+    return MIXED_SIZES + (FURTHER_SIZES if further else [])
 
 
 def sharing_sizes(sizes: list[int]) -> list[int]:
@@ -479,8 +481,8 @@ class MixedGraphs:
             for size in reversed(self._sizes):  # the largest first, so that the others fit its memory
                 self._capture(size)
                 capture.sizes += 1
-                if state.states is not None:  # delta nets launch by the number of rows
-                    continue
+                if state.states is not None:
+                    continue  # delta nets launch by the number of rows: there is no graph of the whole step
                 most = min(size, block_table.shape[0] - 1)
                 # Few decode rows are cut up otherwise than many.
                 for rows in sorted({min(64, most), most}):
