@@ -191,7 +191,7 @@ def test_tokens_that_cannot_be_read_fail_their_request_alone(engine: EngineSocke
     asked = [GenerationRequest(prompt, params, stop_words=["zzz"]), GenerationRequest(prompt, params)]
 
     async def chunks(streams: Streams) -> list[list[int]]:
-        return [chunk.ids async for _, chunk in streams]
+        return [list(chunk.ids) async for _, chunk in streams]
 
     async def both() -> list[Any]:
         ticks = rundir.start_ticks(os.getpid())
