@@ -71,6 +71,18 @@ def _add_product(acc, x, block, x_scale, SWAP: tl.constexpr, SCALED: tl.constexp
     return acc
 
 
+@triton.jit
+def _prefetch_up(
+    up, distinct, row, rows,
+    GATED: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    # Of a product of `rows` rows, those from `row` on; of a gated one also those that it multiplies.
+    height = 2 * rows if GATED else rows
+    prefetch_up(up, distinct, row, height, ROWS, RANK, WIDTH, THREADS)
+    if GATED:
+        prefetch_up(up, distinct, rows + row, height, ROWS, RANK, WIDTH, THREADS)
+
+
 @triton.jit(
     do_not_specialize=["tokens", "x_rows", "shrinkers", "last"],
     do_not_specialize_on_alignment=["places", "distinct"],
@@ -159,9 +171,7 @@ def _product(
         count = tl.where(split == 0, tl.load(distinct), 0)
         listed = listed_places(distinct, 0, count, STEP, CHUNK)
         if NATIVE and AHEAD and split == 0:
-            prefetch_up(up_adapters, distinct, row, height, ROWS, RANK, CHUNK // STEP, THREADS)
-            if GATED:
-                prefetch_up(up_adapters, distinct, rows + row, height, ROWS, RANK, CHUNK // STEP, THREADS)
+            _prefetch_up(up_adapters, distinct, row, rows, GATED, ROWS, RANK, CHUNK // STEP, THREADS)
     if NATIVE:
         if EARLY:
             gdc_launch_dependents()
@@ -222,10 +232,7 @@ def _product(
         if NATIVE and inner is not None:
             if not AHEAD:  # noqa: SIM102 - known when the kernel is compiled
                 if (i == max(TURNS - _SOON, 0)) & (split == 0):
-                    prefetch_up(up_adapters, distinct, row, height, ROWS, RANK, CHUNK // STEP, THREADS)
-                    if GATED:
-                        end = rows + row
-                        prefetch_up(up_adapters, distinct, end, height, ROWS, RANK, CHUNK // STEP, THREADS)
+                    _prefetch_up(up_adapters, distinct, row, rows, GATED, ROWS, RANK, CHUNK // STEP, THREADS)
             # Measured: o and the queries, keys and values gain by it. Down, which has more turns, loses.
             if not EARLY and TURNS <= _SHORT:  # noqa: SIM102 - the same
                 if i == TURNS * 3 // 4:
