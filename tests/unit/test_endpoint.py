@@ -186,7 +186,7 @@ def test_an_engine_that_ends_fails_what_is_open_and_the_next_one_gets_nothing_of
     asked = ends.hear(protocol.Profile)
     ends.socket.send_profiled(protocol.Profiled(asked.handle, ["trace"]))
     assert trace.result(60) == protocol.Profiled(asked.handle, ["trace"])
-    ends.socket.send_profiled(protocol.Profiled(asked.handle, []))  # nobody waits for it
+    ends.socket.send_profiled(protocol.Profiled(asked.handle, []))  # a second answer
     ends.tokens((answer, 5, RUNNING))
     wait_for(lambda: answer.told)
 

@@ -353,14 +353,14 @@ def test_logits_match_transformers(pair):
     torch.testing.assert_close(whole, expected, atol=1e-4, rtol=0)
     paged = Paged(ours)
     found = [paged.step([(1, ids[a:b])])[0] for a, b in [(0, 37), (37, 38), (38, 128)]]
-    beside = []
+    of_others = []
     chunks = [(0, 20), (20, 75), *((n, n + 1) for n in range(75, 95))]
     for token, (a, b) in zip(ids[128:], chunks, strict=True):
         own, other = paged.step([(1, [token]), (3, others[a:b])])
         found.append(own)
-        beside.append(other)
+        of_others.append(other)
     torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=0)
-    torch.testing.assert_close(torch.cat(beside), their_logits(theirs, others), atol=1e-4, rtol=0)
+    torch.testing.assert_close(torch.cat(of_others), their_logits(theirs, others), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["qwen3.5", "qwen3-next"])

@@ -43,7 +43,7 @@ Answering = Callable[[], Awaitable[Any]]
 SEEN_S, LOOK_S = 1.0, 0.02  # until each process has seen an engine that one has seen
 LONG_TEXT = 4096  # characters from which a text is tokenized in a thread, so that streams go on
 # From here on it has to wait for a thread of few: each takes half a gigabyte for as long as a second.
-LONGEST_TEXTS, LONGEST_TEXT = ThreadPoolExecutor(2, "longest texts"), 1 << 16
+FEW_THREADS, LONGEST_TEXT = ThreadPoolExecutor(2, "longest texts"), 1 << 16
 
 
 class ServedModel:
@@ -187,7 +187,7 @@ class ServedModel:
         size, encode = sum(map(len, texts)), self.tokenizer.encode_batch
         if size < LONG_TEXT:
             return encode(texts, add_special_tokens)
-        threads = None if size < LONGEST_TEXT else LONGEST_TEXTS  # None: the loop's own
+        threads = None if size < LONGEST_TEXT else FEW_THREADS  # None: the loop's own
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(threads, encode, texts, add_special_tokens)
 
