@@ -52,7 +52,7 @@ def test_what_is_kept_of_a_token_is_packed(log_probs: bool, most: int) -> None:
     params = SamplingParams(max_tokens=9999, log_probs=log_probs, top_logprobs=TOP * log_probs)
     row = GenerationRequest(np.array([5], "<i4"), params)
     sequence = Generation(row, lambda handle: None, lambda: None)
-    sent = reports(2000)
+    sent = reports(10_000)
     tracemalloc.start()
     for token, data in enumerate(sent, 5000):
         report = msgspec.msgpack.decode(data, type=protocol.RowReport) if log_probs else None
