@@ -173,6 +173,21 @@ def test_a_runner_with_graphs_gives_the_tokens_of_one_without(
         assert produced[0][0] == produced[0][2 * len(PROMPTS)] != produced[0][len(PROMPTS)]
 
 
+@pytest.mark.parametrize(("most", "sizes"), [(9, [8, 16]), (32, [8, 16, 32]), (50, [8, 16, 32, 48])])
+def test_no_graph_is_captured_for_steps_beyond_the_budget(
+    most: int, sizes: list[int], monkeypatch: Any
+) -> None:
+    replay_graphs(monkeypatch)
+    core = start_core(
+        Path("bundled"), max_num_seqs=8, max_num_tokens=most, max_num_tokens_while_decoding=most
+    )
+    graphed(core.runner.state)
+    core.runner.capture_graphs([8])
+    mixed = core.runner.mixed_graphs
+    assert mixed is not None
+    assert [mixed.padded(size) for size in sizes] == sizes and mixed.largest == sizes[-1]
+
+
 def test_decode_rows_beside_prompts_read_shared_prefixes_once(tmp_path: Path, monkeypatch: Any) -> None:
     replay_graphs(monkeypatch)
     monkeypatch.setattr(graphs, "LARGEST_SHARING", 32)

@@ -73,6 +73,7 @@ class DeviceState:
         self.block_size = format.block_size
         self.max_blocks = -(-config.max_seq_len // self.block_size)
         self.dummy_slot = config.max_num_seqs
+        self.max_num_tokens = config.max_num_tokens
         rows = config.max_num_seqs + 1
         shape = (len(groups), rows, self.max_blocks)
         self.block_tables = torch.zeros(shape, dtype=torch.int32, device=self.device)

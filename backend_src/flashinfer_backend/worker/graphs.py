@@ -88,11 +88,12 @@ def default_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [min(max_num_seqs, 1024)]
 
 
-def mixed_sizes(model: ModelSpec) -> list[int]:
-    """Numbers of tokens of mixed steps to capture."""
+def mixed_sizes(model: ModelSpec, most: int) -> list[int]:
+    """Numbers of tokens of mixed steps to capture, where no step has more than `most`."""
     # On one GPU: FlashInfer's all-reduce has room for no more.
     further = model.delta_nets and model.experts is not None and model.shard.size == 1
-    return MIXED_SIZES + (FURTHER_SIZES if further else [])
+    sizes = MIXED_SIZES + (FURTHER_SIZES if further else [])
+    return sizes[: bisect_left(sizes, most) + 1]
 
 
 def sharing_sizes(sizes: list[int]) -> list[int]:
@@ -453,7 +454,7 @@ class MixedGraphs:
         """adapted: tokens have adapters."""
         self._state, self._model = state, state.model
         model, attention, block_table = state.model, state.attention, state.block_table
-        self._sizes = mixed_sizes(model.spec)
+        self._sizes = mixed_sizes(model.spec, state.max_num_tokens)
         self.largest = self._sizes[-1]
         heads, device = model.spec.attention, model.device
         # Ids, positions, and cache locations in each cache group.

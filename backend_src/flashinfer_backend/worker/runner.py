@@ -108,7 +108,8 @@ class Runner:
         gc.disable()  # destroying an old graph while a new one is captured would spoil the capture
         capture, state = GraphCapture(), self.state
         drafts = self.drafting.proposer.count if self.drafting is not None else 0
-        total = len(set(sizes)) + len(drafted_shapes(sizes, drafts)) + len(mixed_sizes(state.model.spec))
+        mixed = mixed_sizes(state.model.spec, state.max_num_tokens)
+        total = len(set(sizes)) + len(drafted_shapes(sizes, drafts)) + len(mixed)
         total *= 1 if self.adapters is None else 2
         try:
             with telling(lambda: f"captured the graphs of {capture.sizes} of {total} sizes of steps"):
