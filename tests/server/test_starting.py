@@ -89,12 +89,11 @@ def has_ipv6() -> bool:
 
 
 @pytest.mark.parametrize("host, address", [("localhost", "127.0.0.1"), ("::1", "[::1]")])
-def test_every_service_answers_at_the_host(host: str, address: str, tmp_path: Path) -> None:
+def test_every_service_answers_at_the_host(host: str, address: str, repository: Path, tmp_path: Path) -> None:
     if host == "::1" and not has_ipv6():
         pytest.skip("this machine has no IPv6")
-    (tmp_path / "repository").mkdir()  # of no models
     http, grpc, metrics = free_ports(3)
-    arguments = ["--model-repository", str(tmp_path / "repository"), "--host", host]
+    arguments = ["--model-repository", str(repository), "--host", host]
     arguments += ["--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)]
     log = tmp_path / "log"
     with log.open("w") as output:
@@ -102,8 +101,8 @@ def test_every_service_answers_at_the_host(host: str, address: str, tmp_path: Pa
             [sys.executable, "-m", "flashinfer_backend.serve", *arguments], stdout=output, stderr=output
         )
     try:
-        wait_for(lambda: "Ready." in log.read_text(), "the announcement")
-        assert f"curl http://{address}:{http}/v2\n" in log.read_text()
+        wait_for(lambda: "Ready." in log.read_text(), "the announcement", 120)
+        assert f"curl -N http://{address}:{http}/v2/models/ensemble/" in log.read_text()
         with grpcclient.InferenceServerClient(f"{address}:{grpc}") as client:
             assert client.is_server_ready()
         wait_for(lambda: answers_well(f"http://{address}:{metrics}/metrics"), "the metrics")

@@ -124,7 +124,8 @@ def test_kinds_are_named_with_the_thing_to_do(refused, tmp_path, kind):
 def test_a_gguf_file_is_no_folder(refused, tmp_path):
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
-    assert "is a file in llama.cpp's format, GGUF, which is not supported: name a" in refused(model=file)
+    told = refused(model=file)
+    assert "is a file: name a folder with config.json" in told and "tools/convert_gguf.py FILE" in told
 
 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "ChatGLMModel"])

@@ -284,14 +284,14 @@ def test_a_place_for_backends_is_refused_where_none_are_copied(tmp_path, capsys,
 
 
 def test_a_folder_that_holds_no_models_is_refused(tmp_path, capsys):
-    serve._check_models(tmp_path)  # an empty one is a server without models
-    (tmp_path / "results").mkdir()
-    assert serve.main(["--model-repository", str(tmp_path)]) == 1
-    said = f"serve: {tmp_path} is no model repository, no folder in it has a config.pbtxt or a version: write"
-    assert capsys.readouterr().err == f"{said} one with build.py --output DIR\n"
+    said = f"serve: {tmp_path} is not a model repository: no folder in it has a config.pbtxt or a version."
+    for make in (lambda: None, (tmp_path / "results").mkdir):  # first an empty one
+        make()
+        assert serve.main(["--model-repository", str(tmp_path)]) == 1
+        assert capsys.readouterr().err == f"{said} Write one with build.py --output DIR\n"
     (tmp_path / "config.json").write_text("{}")  # a checkpoint's folder
     assert serve.main(["--model-repository", str(tmp_path)]) == 1
-    assert capsys.readouterr().err == f"{said} one with build.py --output DIR --model {tmp_path}\n"
+    assert capsys.readouterr().err == f"{said} Write one with build.py --output DIR --model {tmp_path}\n"
     (tmp_path / "model" / "1").mkdir(parents=True)  # Triton completes the config of one that has none
     serve._check_models(tmp_path)
 

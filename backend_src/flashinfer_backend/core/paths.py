@@ -8,6 +8,7 @@ from pathlib import Path
 from flashinfer_backend.core import processes
 
 BUNDLED = "bundled"
+CONVERT = "`.venv/bin/python tools/convert_gguf.py FILE.gguf FOLDER`"
 SERVE_PID = "FLASHINFER_BACKEND_SERVE_PID"  # set by serve for the server and all that comes of it
 
 
@@ -21,12 +22,10 @@ def resolve_model_dir(name: str) -> Path:
     """named_folder of `name`. Raises FileNotFoundError when there is no such folder."""
     folder = named_folder(name)
     if folder.is_file():
-        gguf = (
-            " in llama.cpp's format, GGUF, which is not supported" if folder.suffix.lower() == ".gguf" else ""
-        )
-        raise FileNotFoundError(
-            f"{folder} is a file{gguf}: name a folder with config.json, tokenizer.json and model.safetensors"
-        )
+        cure = "name a folder with config.json, tokenizer.json and model.safetensors"
+        if folder.suffix.lower() == ".gguf":
+            cure += f"; {CONVERT} makes one of a GGUF file"
+        raise FileNotFoundError(f"{folder} is a file: {cure}")
     if not folder.is_dir():
         raise FileNotFoundError(
             f"no folder {folder}: name a local checkpoint folder, or {BUNDLED!r}; nothing is downloaded here,"

@@ -161,17 +161,16 @@ def _lines(file: Path) -> list[str]:
 
 
 def _check_models(path: Path) -> None:
-    """Raise ServeError for a folder of something else. An empty one is a server without models; of others
-    tritonserver would say less."""
+    """Raise ServeError for a folder without models: tritonserver would be ready, and serve none."""
     try:
-        empty = not any(path.iterdir())
+        next(path.iterdir(), None)  # glob takes a folder that cannot be read for an empty one
     except OSError as error:
         raise ServeError(str(error)) from None
-    if not empty and not any(path.glob("*/config.pbtxt")) and not any(path.glob("*/[0-9]*")):
+    if not any(path.glob("*/config.pbtxt")) and not any(path.glob("*/[0-9]*")):
         model = f" --model {path}" if (path / "config.json").is_file() else ""
         raise ServeError(
-            f"{path} is no model repository, no folder in it has a config.pbtxt or a version: write one with"
-            f" build.py --output DIR{model}"
+            f"{path} is not a model repository: no folder in it has a config.pbtxt or a version. Write one"
+            f" with build.py --output DIR{model}"
         )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from flashinfer_backend.core.checkpoint_json import read_object_if_there, shards
+from flashinfer_backend.core.paths import CONVERT
 from flashinfer_backend.core.values import some
 from flashinfer_backend.models.errors import UnsupportedModelError
 from flashinfer_backend.models.pooling import INSTEAD
@@ -86,7 +87,10 @@ def check_folder(folder: Path) -> None:
     safetensors = any(name.endswith(".safetensors") for name in names)
     gguf = sorted(name for name in names if name.lower().endswith(".gguf"))
     if gguf and not (has_config and safetensors):
-        _refuse(f"{folder} holds GGUF files ({some(gguf)}), which are not supported: {original('GGUF file')}")
+        _refuse(
+            f"{folder} holds GGUF files ({some(gguf)}): take the safetensors checkpoint that they were made"
+            f" from, or convert one by {CONVERT}"
+        )
     if any(name.endswith(".engine") for name in names):
         _refuse(
             f"{folder} holds an engine of TensorRT-LLM: name the Hugging Face checkpoint that it was built"
@@ -129,7 +133,10 @@ def check_config(raw: dict[str, Any], folder: Path) -> None:
     without_method = scheme is None or (isinstance(scheme, dict) and not scheme.get("quant_method"))
     mlx = raw.get("quantization")
     if isinstance(mlx, dict) and "bits" in mlx and "group_size" in mlx and without_method:
-        _refuse(f"it is quantised for MLX, which is not supported: {original('MLX checkpoint')}")
+        _refuse(
+            "it is quantised for MLX, which is not supported: take the safetensors checkpoint that it was"
+            " made from"
+        )
     if scheme is None and read_object_if_there(folder / "quantize_config.json"):
         _refuse(
             "quantize_config.json next to it says that the weights are quantised by GPTQ: copy its content"
@@ -187,10 +194,6 @@ def _found_instead(folder: Path) -> str:
             " and save it again (save_pretrained), which writes safetensors"
         )
     return ""
-
-
-def original(kind: str) -> str:
-    return f"take the safetensors checkpoint that the {kind} was made from"
 
 
 def generator() -> str:
