@@ -17,6 +17,7 @@ import uvicorn
 import uvloop
 from starlette.requests import Request
 
+from flashinfer_backend.core.bounds import MOST_PIPELINED
 from flashinfer_backend.openai.app import MANY_BODIES, Bodies
 from flashinfer_backend.openai.connection import (
     CONNECTION,
@@ -307,6 +308,27 @@ def test_where_all_connections_have_requests_another_one_is_refused_and_nobody_c
         assert all(sock.recv(4096).startswith(b"HTTP/1.1 200 ") for sock in busy)
         with server.connect(WHOLE) as sock:  # an answered one that is kept open makes room
             assert sock.recv(4096).startswith(b"HTTP/1.1 200 ")
+
+
+def test_requests_of_a_connection_that_wait_for_answers_are_bounded() -> None:
+    """uvicorn would make a request of each that is in a read, of which 14,000 have room in one."""
+    first, others = WHOLE.replace(b"/ ", b"/wait ", 1), WHOLE * (MOST_PIPELINED - 1)
+    with running() as server, server.connect(first) as over, server.connect(first + others) as most:
+        wait_for(lambda: len(server.server.server_state.tasks) == 2)
+        over.sendall(others + WHOLE)
+        got = answer(over)
+        assert got.startswith(b"HTTP/1.1 429 ") and b"without an answer" in got and server.errors == [429]
+        server.release.set()
+        wait_for(lambda: most.recv(65536, socket.MSG_PEEK).count(b"done") == MOST_PIPELINED)
+        most.sendall(others)  # the first ones count no more
+        wait_for(lambda: most.recv(65536, socket.MSG_PEEK).count(b"done") == 2 * MOST_PIPELINED - 1)
+
+
+def test_what_is_wrong_behind_a_request_is_no_part_of_its_answer() -> None:
+    with running() as server, server.connect(WHOLE.replace(b"/ ", b"/held ", 1)) as sock:
+        assert sock.recv(4096).startswith(b"HTTP/1.1 200 ")
+        sock.sendall(b"nonsense\r\n\r\n")
+        assert b"HTTP/1.1" not in answer(sock) and server.errors == [400]
 
 
 def test_clients_that_do_not_read_are_cut_where_too_much_is_kept_for_them(

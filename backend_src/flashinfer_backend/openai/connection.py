@@ -23,7 +23,7 @@ import msgspec
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from flashinfer_backend.core.bounds import MOST_UNREAD
+from flashinfer_backend.core.bounds import MOST_PIPELINED, MOST_UNREAD
 from flashinfer_backend.openai.errors import RETRY_S, ApiError
 from flashinfer_backend.openai.request_ids import new_id
 
@@ -217,6 +217,13 @@ class Connection(asyncio.Protocol):
         self._read_bytes = len(data)
         try:
             self._parser.feed_data(data)
+        except httptools.HttpParserCallbackError:
+            self._refuse(
+                429,
+                f"the connection has {MOST_PIPELINED} requests without an answer, the most it may have; wait"
+                " for answers, or send requests on further connections",
+            )
+            return
         except httptools.HttpParserError:
             self._refuse(400, "what has arrived is not a request in HTTP/1.1; this port has no TLS")
             return
@@ -254,7 +261,10 @@ class Connection(asyncio.Protocol):
         self._loop.call_later(again_s, self._look, LOOK_S)
 
     def on_message_begin(self) -> None:
-        """The parser's, as are the next three."""
+        """The parser's, as are the next three. Raises OverflowError for one request too many: uvicorn would
+        keep all that come."""
+        if self._unanswered >= MOST_PIPELINED:
+            raise OverflowError
         self._arriving, self._in_headers, self._header_bytes = True, True, -self._read_bytes
 
     def on_headers_complete(self) -> None:
@@ -325,12 +335,14 @@ class Connection(asyncio.Protocol):
             self.drop()
 
     def _refuse(self, status: int, message: str) -> None:
+        """Ends the connection; with an answer, where it would not be taken for a part of another one."""
         self._process.count_error(status)
         body = msgspec.json.encode(ApiError(message, status).body({}))
         lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", "content-type: application/json"]
         lines += [f"content-length: {len(body)}", f"x-request-id: {new_id().decode()}", "connection: close"]
         lines += [f"retry-after: {RETRY_S}"] if status == 503 else []
-        self._transport.write("\r\n".join([*lines, "", ""]).encode() + body)
+        if not self.answering:
+            self._transport.write("\r\n".join([*lines, "", ""]).encode() + body)
         self._stop_waiting()
         self._transport.close()
 
