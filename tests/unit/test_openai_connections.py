@@ -408,3 +408,52 @@ def test_bodies_that_arrive_at_the_same_time_are_bounded_together() -> None:
         assert await arriving(500, go_on, bodies) == b"x" * 1000
 
     asyncio.run(main())
+
+
+def test_the_length_of_a_body_can_begin_with_any_number_of_zeros() -> None:
+    """Python reads numbers of up to 4300 digits."""
+
+    async def main() -> int:
+        headers = [(b"content-length", b"0" * 5000 + b"4")]
+        request = Request({"type": "http", "headers": headers}, receive)
+        async with Bodies(1000).arriving(request) as body:
+            return len(body)
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"body", "more_body": False}
+
+    assert asyncio.run(main()) == 4
+
+
+def test_the_largest_bodies_give_way_to_smaller_ones() -> None:
+    """Else clients that hold large ones kept all others out, also with a hundred bytes. Of those of one size
+    the last one is refused, by the size that it says."""
+
+    async def arriving(size: int, bodies: Bodies, said: int, go_on: asyncio.Event) -> int:
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b"x" * size, "more_body": False}
+
+        headers = [(b"content-length", b"%d" % said)]
+        async with bodies.arriving(Request({"type": "http", "headers": headers}, receive)) as body:
+            await go_on.wait()
+            return len(body)
+
+    async def main() -> None:
+        bodies, go_on = Bodies(1000), asyncio.Event()
+        held = [asyncio.ensure_future(arriving(1000, bodies, 1000, go_on)) for _ in range(MANY_BODIES)]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="try again"):
+            await arriving(10, bodies, 1000, go_on)
+        small = [asyncio.ensure_future(arriving(100, bodies, 100, go_on)) for _ in range(11)]
+        await asyncio.sleep(0)
+        go_on.set()
+        found = await asyncio.gather(*held, *small, return_exceptions=True)
+        refused = [each for each in found if isinstance(each, ApiError)]
+        assert [each.status for each in refused] == [503, 503] and not {*refused} & {*found[MANY_BODIES:]}
+        cancelled = asyncio.ensure_future(arriving(1, bodies, 1, asyncio.Event()))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+
+    asyncio.run(main())

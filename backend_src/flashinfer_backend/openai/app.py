@@ -345,28 +345,42 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
+@dataclass(eq=False)
+class _Body:
+    """A body that a task has. size: bytes that it has or says that it has. held: those that have arrived, and
+    what they become."""
+
+    task: asyncio.Task[Any]
+    size: int
+    held: int = 0
+
+
 class Bodies:
-    """Bodies that arrive at one process, or wait to be read, and what they hold together."""
+    """Bodies that arrive at one process, or wait to be read, and what they hold together. Where that is too
+    much, the largest gives way: clients with small bodies are served, however many hold large ones."""
 
     def __init__(self, most: int) -> None:
         """most: bytes of one body; together they may have MANY_BODIES times as many."""
         self._most, self._held = most, 0
+        self._open: set[_Body] = set()
         self.readers = ThreadPoolExecutor(READERS, "large bodies")
 
     @asynccontextmanager
     async def arriving(self, request: Request) -> AsyncIterator[bytes]:
         """A request's body. Raises ApiError where it is too large, or too much with the others, before all of
         it has arrived."""
-        parts, size = [], 0
+        parts, task = [], asyncio.current_task()
+        assert task is not None
         encoding = encoding_of(request.headers.get("content-encoding", ""))
-        declared = request.headers.get("content-length", "0")
-        if declared.isdigit() and int(declared) > self._most:
+        declared = request.headers.get("content-length", "").lstrip("0")
+        own = _Body(task, int(declared) if declared.isdigit() else 0)
+        if own.size > self._most:
             raise _too_large(self._most)
+        self._open.add(own)
         try:
             async for part in request.stream():
-                size += len(part)
-                self._hold(len(part))
-                if size > self._most:
+                self._hold(own, len(part))
+                if own.held > self._most:
                     raise _too_large(self._most)
                 parts.append(part)
             body = b"".join(parts)
@@ -375,12 +389,15 @@ class Bodies:
                 whole = await loop.run_in_executor(self.readers, decompressed, body, encoding, self._most)
                 if whole is None:
                     raise _too_large(self._most)
-                size += len(whole)
-                self._hold(len(whole))
+                self._hold(own, len(whole))
                 body = whole
             yield body
+        except asyncio.CancelledError:
+            if own in self._open:
+                raise
+            raise _too_many() from None
         finally:
-            self._held -= size
+            self._release(own)
 
     async def read(self, size: int, function: Callable[..., Read], *arguments: Any) -> Read:
         """Calls a function that reads a body of this size, in a thread if that is large."""
@@ -388,10 +405,25 @@ class Bodies:
             return function(*arguments)
         return await asyncio.get_running_loop().run_in_executor(self.readers, function, *arguments)
 
-    def _hold(self, size: int) -> None:
+    def _hold(self, own: _Body, size: int) -> None:
         self._held += size
-        if self._held > MANY_BODIES * self._most:
-            raise ApiError("too many large requests are arriving at the same time; try again", 503)
+        own.held += size
+        own.size = max(own.size, own.held)
+        while self._held > MANY_BODIES * self._most:
+            largest = max(self._open, key=lambda body: body.size)
+            if largest.size == own.size:
+                raise _too_many()
+            self._release(largest)
+            largest.task.cancel()
+
+    def _release(self, body: _Body) -> None:
+        self._open.discard(body)
+        self._held -= body.held
+        body.held = 0
+
+
+def _too_many() -> ApiError:
+    return ApiError("too many large requests are arriving at the same time; try again", 503)
 
 
 def _too_large(most: int) -> ApiError:
