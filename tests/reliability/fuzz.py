@@ -24,7 +24,7 @@ import threading
 import time
 import typing
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, merged  # 
 
 TIMEOUT_S = 60.0  # an answer that takes longer has been forgotten
 PROMPT = "Once upon a time"
+EAGLE3 = ("speculative_method=eagle3", "draft_model=bundled", "max_draft_len=4")  # knobs
 BOUNDED_AS = {  # inputs of the ensemble, by the name that its step knows
     "stop_words": "STOP_WORDS_DICT",
     "bad_words": "BAD_WORDS_DICT",
@@ -58,6 +59,8 @@ LEAK = re.compile(
     r'Traceback|File "|line \d+, in |(?<![\w.])/(work|tmp|usr|root|home|opt|proc|var|dev|etc)/|'
     r"0x[0-9a-f]{6,}|<class|<[\w.]+ object|\barray\(|dtype|numpy|\bNone\b|\w+(Error|Exception)\b|\bnp\."
 )
+
+GUIDE = "(🙂|é|日本|ab){3,30}"  # characters of several tokens, which a text's end can cut
 
 # Functions that the model calls, and values whose text has no mark of a call.
 PARAMETERS: dict[str, Any] = {"city": {"type": "string"}, "days": {"type": "integer"}}
@@ -251,6 +254,8 @@ class TritonFuzz:
 
     def send(self, draw: Draw) -> Verdict:
         """One request."""
+        if draw.chance(0.02):
+            return self._drafts(draw)
         model = draw.rng.choice(MODELS)
         kinds = ["generate", "generate_stream", "infer", "gRPC", "gRPC", "gRPC stream", "gRPC stream"]
         kind = draw.rng.choice(kinds)
@@ -266,6 +271,37 @@ class TritonFuzz:
             headers["Inference-Header-Content-Length"] = str(length)
         status, _, text = asked(self._port, "POST", f"/v2/models/{model}/{kind}", body, headers)
         return self._judge_http(f"{kind} {model}", model, status, text)
+
+    def _drafts(self, draw: Draw) -> Verdict:
+        """A request that is right, whole and as a stream, with drafts and without."""
+        rng = draw.rng
+        body: dict[str, Any] = {"text_input": draw.plain_text()[:40] + PROMPT}
+        body |= {"max_tokens": rng.choice([7, 20, 60]), "temperature": rng.choice([0.0, 0.8, 1.3, 2.0])}
+        body |= {"seed": rng.randrange(1 << 60), "exclude_input_in_output": True}
+        body |= {"return_num_output_tokens": True, "return_perf_metrics": True}
+        more: list[dict[str, Any]] = [{"min_tokens": 7}, {"top_k": 30}, {"bad_words": [" the"]}]
+        more += [{"guided_decoding_guide_type": "regex", "guided_decoding_guide": GUIDE}]
+        more += [{"frequency_penalty": 0.7, "repetition_penalty": 1.2}]
+        more += [{"embedding_bias_words": [" a"], "embedding_bias_weights": [2.0]}]
+        for each in rng.sample([*more, {"end_id": 5}, {"return_log_probs": True}], rng.choice([0, 1, 2, 3])):
+            body |= each
+        text = self.server.post(body | {"speculative_decoding": False})[1].get("text_output", "")
+        if text and draw.chance(0.7):
+            body["stop_words"] = cut_anywhere(rng, text)
+            body["exclude_stop_words_in_output"] = draw.chance(0.5)
+        right: Any = None
+        for on, stream in itertools.product((False, True), (False, True)):
+            found = self.server.post(body | {"speculative_decoding": on, "stream": stream}, stream=stream)
+            parts = found if stream else [found[1]]
+            if any("error" in part for part in parts):
+                return Verdict("drafts", f"{parts} for {body}")
+            got = [sum(part["num_output_tokens"] for part in parts), parts[-1]["finish_reason"]]
+            got.append("".join(part["text_output"] for part in parts))
+            right = right or got
+            drafted = parts[-1]["total_draft_tokens"], parts[-1]["total_accepted_draft_tokens"]
+            if got != right or not 0 <= drafted[1] <= drafted[0] <= 999 * on:
+                return Verdict("drafts", f"{got}, not {right}, for {body}, {on}, {stream}: {drafted}")
+        return Verdict("drafts: the same")
 
     def _judge_http(self, name: str, model: str, status: int, text: str) -> Verdict:
         events = [line[6:] for line in text.splitlines() if line.startswith("data: ")] or [text]
@@ -461,6 +497,12 @@ class TritonFuzz:
         return Verdict(f"{name}: whole")
 
 
+def cut_anywhere(rng: random.Random, text: str) -> list[str]:
+    """Stop words that an answer has, which tokens and drafts cut anywhere."""
+    ends = [rng.randrange(1, len(text) + 1) for _ in range(rng.choice([1, 2, 4]))]
+    return [text[max(0, end - rng.randrange(1, 12)) : end] for end in ends]
+
+
 Calls = list[tuple[str, dict[str, Any]]]  # names and arguments
 
 
@@ -499,6 +541,23 @@ def wrong_calls(text: str, found: list[tuple[str, str]], calls: Calls, before: s
     return "" if (read, text) == (calls, before) else f"{text!r} {read} should be {calls} behind {before!r}"
 
 
+def gathered(parts: Iterable[dict[str, Any]]) -> dict[int, tuple[list[Any], list[float]]]:
+    """What an answer comes to, whole or in the chunks of its stream. By choice: its text, how it ended, ids,
+    tokens of log probabilities; and these."""
+    choices: dict[int, tuple[list[Any], list[float]]] = {}
+    for choice in (choice for part in parts for choice in part["choices"]):
+        found, values = choices.setdefault(choice["index"], (["", [], [], []], []))
+        message = choice.get("delta") or choice.get("message") or choice
+        found[0] += message.get("text") or message.get("content") or ""
+        found[1] += [choice["finish_reason"], choice.get("stop_reason")] if choice["finish_reason"] else []
+        found[2] += choice.get("token_ids") or []
+        told = choice.get("logprobs") or {}
+        each = told.get("content") or []
+        found[3] += told.get("tokens") or [token["token"] for token in each]
+        values += [value or 0.0 for value in told.get("token_logprobs") or [e["logprob"] for e in each]]
+    return choices
+
+
 class OpenAiFuzz:
     """Requests to the OpenAI API. tool_format: of the server's calls."""
 
@@ -534,6 +593,8 @@ class OpenAiFuzz:
         rng = draw.rng
         if draw.chance(0.03):
             return self._calls(draw)
+        if draw.chance(0.02):
+            return self._drafts(draw)
         path = rng.choice(list(self.ROUTES))
         text = json.dumps(self._body(draw, path), ensure_ascii=draw.chance(0.5))
         body = text.encode(errors="surrogatepass")
@@ -573,6 +634,54 @@ class OpenAiFuzz:
         wrongs = (wrong_calls(*said(each)[1:3], calls, before) for each in ([answer], events(stream)))
         wrong = next(filter(None, wrongs), "")
         return Verdict("calls: whole", wrong and f"{wrong}, for {text!r}")
+
+    def _drafts(self, draw: Draw) -> Verdict:
+        """A request that is right, whole and as a stream, with drafts and without."""
+        rng = draw.rng
+        path = rng.choice(["/v1/completions", "/v1/chat/completions"])
+        body: dict[str, Any] = {"max_tokens": rng.choice([1, 9, 40, 90]), "n": rng.choice([1, 1, 1, 3])}
+        # Hot answers have characters that several tokens spell, and some that are cut off.
+        body |= {"temperature": rng.choice([0, 0.8, 1.3, 2]), "seed": rng.randrange(1 << 60)}
+        if path.endswith("chat/completions"):
+            body["messages"] = [{"role": "user", "content": draw.plain_text() + PROMPT}]
+            more: list[dict[str, Any]] = [{"logprobs": True, "top_logprobs": 2}]
+        else:
+            body["prompt"] = [draw.plain_text() + PROMPT, PROMPT][: rng.choice([1, 1, 2])]
+            more = [{"logprobs": 1}]
+        more += [{"structured_outputs": {"regex": GUIDE}}, {"return_token_ids": True}]
+        more += [{"frequency_penalty": 0.7, "repetition_penalty": 1.2}, {"min_tokens": 7}, {"top_k": 30}]
+        more += [{"bad_words": [" the"]}, {"logit_bias": {"300": 4}}, {"ignore_eos": True}]
+        for each in rng.sample(more, rng.choice([0, 1, 2, 3])):
+            body |= each
+        body["max_tokens"] = max(body["max_tokens"], body.get("min_tokens", 0))
+        found = self.server.call(path, body | {"speculative_decoding": False})
+        if found[0] != 200:
+            return Verdict("drafts", f"{found[0]} {found[2]} for {body}")
+        text = gathered([found[2]])[0][0][0]
+        if text and draw.chance(0.6):
+            body["stop"] = cut_anywhere(rng, text)
+            body["include_stop_str_in_output"] = draw.chance(0.5)
+        stream = {"stream": True, "stream_options": {"include_usage": True}}
+        right: Any = None
+        for on, more_asked in itertools.product((False, True), ({}, stream)):
+            asked_for = body | more_asked | {"speculative_decoding": on}
+            found = self.server.call(path, asked_for)
+            if found[0] != 200:
+                return Verdict("drafts", f"{found[0]} {found[2]} for {asked_for}")
+            parts = events(found[2]) if more_asked else [found[2]]
+            usage = parts[-1]["usage"]
+            drafted = usage.get("completion_tokens_details", {}).get("accepted_prediction_tokens") is not None
+            counts = [usage[name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")]
+            choices = gathered(parts)
+            got = counts, {index: said_ for index, (said_, _) in choices.items()}
+            values = [value for _, (_, each) in sorted(choices.items()) for value in each]
+            right = right or (got, values)
+            near = len(values) == len(right[1]) and all(
+                math.isclose(*pair, abs_tol=0.01) for pair in zip(values, right[1], strict=True)
+            )
+            if got != right[0] or not near or drafted > on:
+                return Verdict("drafts", f"{got}, not {right[0]}, for {asked_for}: {usage}")
+        return Verdict("drafts: the same")
 
     def _read_calls(self, draw: Draw, calls: Calls, text: str, before: str) -> Verdict:
         schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
@@ -769,7 +878,9 @@ def main() -> int:
             targets["tritonserver"] = TritonFuzz(server)
         if options.door != "triton":
             tool_format = ["--tool-format", options.tool_format]
-            door = stack.enter_context(openai_running(model_with_template(folder), folder, *tool_format))
+            door = stack.enter_context(
+                openai_running(model_with_template(folder), folder, *EAGLE3, *tool_format)
+            )
             targets["the OpenAI API"] = OpenAiFuzz(door, options.tool_format)
         for name, target in targets.items():
             began = time.monotonic()
