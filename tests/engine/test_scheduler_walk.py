@@ -133,7 +133,8 @@ def test_answers_in_walks_of_real_models_are_those_of_requests_alone(kind: str) 
     assert counts["steps with adapters"] > 300
     assert counts["preemptions"] > 9 and counts["cancelled"] > 9 and counts["failed steps"]
     assert counts["prompt tokens from the cache"] > 700 and counts["rows that share a prefix"] > 40
-    assert counts["accepted drafts"] > 60 and counts["walks with ngram"] + counts["walks with mtp"]
+    assert counts["accepted drafts"] > 60 and counts["walks with eagle3"] + counts["walks with mtp"]
+    assert counts["answers with numbers"] > 15 and counts["replaced adapters"]
     assert bool(counts["restored states"]) == kind.startswith(("qwen3.5", "qwen3-next"))
 
 

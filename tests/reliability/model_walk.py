@@ -4,24 +4,29 @@
     python tests/reliability/model_walk.py --steps 20000 --kinds qwen3.5 gemma3
 
 Each answer has to be the one that the same request gets alone, in an engine without drafts, prefix reuse or
-other requests. Tiny checkpoints of tests/checkpoints.py; drafts are guesses from the answers, of which some
-are wrong, or those of the knob `speculative_method`: ngram, and mtp where a checkpoint has a head.
+other requests, with the same log probabilities and logits. Tiny checkpoints of tests/checkpoints.py. Drafts
+are guesses from the answers, of which some are wrong. With a `speculative_method` (ngram, eagle3, and mtp
+where a checkpoint has a head) the wrong ones are its own.
 """
 
 import functools
+import json
+import os
 import random
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import msgspec
 import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
 
 sys.path[:0] = [str(Path(__file__).parents[n]) for n in (1, 2)]
 
@@ -38,6 +43,7 @@ from scheduler_walk import (  # noqa: E402
 )
 
 from checkpoints import make_checkpoint  # noqa: E402
+from eagle3_heads import make_head  # noqa: E402
 from engine.harness import start_core  # noqa: E402
 from engine.test_adapters import make_adapter  # noqa: E402
 from engine.test_drafts import Replay  # noqa: E402
@@ -46,60 +52,119 @@ from engine.test_mtp import Reference  # noqa: E402
 from flashinfer_backend.attention import prefixes as prefix_sets  # noqa: E402
 from flashinfer_backend.core.config import EngineConfig, resolve_limits  # noqa: E402
 from flashinfer_backend.core.sampling_params import SamplingParams  # noqa: E402
+from flashinfer_backend.core.step import TOP_LOGPROBS  # noqa: E402
 from flashinfer_backend.engine.loop import EngineLoop  # noqa: E402
+from flashinfer_backend.engine.preparations import Preparations  # noqa: E402
 from flashinfer_backend.engine.start import Core  # noqa: E402
-from flashinfer_backend.models.adapters import Adapter, State, adapter_state  # noqa: E402
+from flashinfer_backend.models.adapters import WEIGHTS, Adapter, State, adapter_state  # noqa: E402
 from flashinfer_backend.scheduler import scheduler  # noqa: E402
 from flashinfer_backend.scheduler.budget import StepBudget  # noqa: E402
+from flashinfer_backend.speculate import methods  # noqa: E402
+from flashinfer_backend.speculate.proposer import DraftStep, Proposer, Slots  # noqa: E402
 from flashinfer_backend.transport import protocol  # noqa: E402
 from flashinfer_backend.worker import start  # noqa: E402
 from perf_configs.bench_engine import STUB, LocalSocket  # noqa: E402
 
-KINDS = ("qwen3.5", "qwen3-next", "gemma3", "gpt-oss", "qwen2-windows")
+KINDS = ("qwen3.5", "qwen3-next", "gemma3", "gpt-oss", "qwen2-windows", "mistral-window")
 LONGEST = 90  # of Settings
+OTHER = "other.safetensors"  # weights that an adapter is replaced by
+GUIDES = ("[A-Z]{2,9}(ab|cd){1,4}x?", "(once-upon-a-time|once|twice)(-again){0,3}", "[0-9]+(,[0-9]{1,3})*")
+
+
+@dataclass
+class Answer:
+    """reports: of each token, as far as the request asked for some. context: logits of the prompt."""
+
+    tokens: list[int] = field(default_factory=list)
+    reports: list[protocol.RowReport] = field(default_factory=list)
+    context: np.ndarray | None = None
+
+    def hear(self, reports: list[protocol.RowReport]) -> None:
+        for report in reports:
+            if report.context_logits is not None:
+                self.context = np.frombuffer(report.context_logits, "<f4")
+            if report.log_prob is not None or report.generation_logits is not None:
+                self.reports.append(report)
+
+    def numbers(self, count: int) -> np.ndarray:
+        """Those that came with the first `count` tokens. Of the likeliest tokens only how likely they are:
+        some are as likely as others."""
+        told: list[Any] = [[] if self.context is None else self.context]
+        for report in self.reports[:count]:
+            told.append([0.0 if report.log_prob is None else report.log_prob])
+            told.append(np.frombuffer(report.top_logprobs or b"", TOP_LOGPROBS)["log_prob"])
+            told.append(np.frombuffer(report.generation_logits or b"", "<f4"))
+        return np.concatenate(told)
 
 
 class Alone:
     """What a model answers to one request at a time."""
 
     def __init__(self, folder: Path) -> None:
-        alone = {"max_num_seqs": 1, "enable_kv_cache_reuse": False, "max_loras": 1}
+        alone = {
+            "max_num_seqs": 1,
+            "enable_kv_cache_reuse": False,
+            "max_loras": 1,
+            "tokenizer_dir": "bundled",
+        }
         core = start_core(folder, max_seq_len=2 * LONGEST, max_num_tokens=256, **alone)
         self.socket = _Tokens()
         self._loop = EngineLoop(core, self.socket)
+        self._loop.pacer.deadline = lambda *_: 0.0  # type: ignore[method-assign]
         self._last = 0  # id
-        self._known: dict[tuple[Any, ...], list[int]] = {}
+        self._known: dict[tuple[Any, ...], Answer] = {}
 
-    def answer(self, prompt: list[int], params: SamplingParams, count: int) -> list[int]:
+    def answer(self, prompt: list[int], params: SamplingParams, count: int) -> Answer:
         """The first tokens, at least `count`, of which the id that ends it is the last where that comes. Its
         stop sequences do not count."""
-        key = *prompt, params.frequency_penalty, params.adapter, params.end_id, params.min_tokens
-        known = self._known.get(key, [])
-        if len(known) < count and known[-1:] != [params.end_id]:
-            nothing = {"stop_sequences": [], "context_logits": False, "generation_logits": False}
-            own = msgspec.structs.replace(params, max_tokens=count, temperature=0.0, **nothing)
+        own = msgspec.structs.replace(params, max_tokens=count, stop_sequences=[], perf_metrics=False)
+        files = adapter_state(Path(params.adapter)) if params.adapter else None
+        key = *prompt, files, msgspec.json.encode(msgspec.structs.replace(own, max_tokens=0))
+        known = self._known.get(key, Answer())
+        if len(known.tokens) < count and known.tokens[-1:] != [params.end_id]:
             data = np.array(prompt, "<i4").tobytes()
             self._last += 1
             handle = protocol.make_handle(STUB, self._last)
-            self.socket.tokens, self.socket.ended = [], False
+            found = self.socket.answer = Answer()
+            self.socket.ended = False
             self.socket.inbox.append(protocol.Submit(handle, data, own, 0, 0, 0))
             while not self.socket.ended:
                 assert self._loop.step()
-            ends = [params.end_id] * (len(self.socket.tokens) < count)
-            self._known[key] = self.socket.tokens + ends
+            self.socket.inbox.append(protocol.Freed(handle))
+            found.tokens += [params.end_id] * (len(found.tokens) < count)
+            self._known[key] = found
         return self._known[key]
 
 
 class _Tokens(LocalSocket):
     def __init__(self) -> None:
         super().__init__()
-        self.tokens: list[int] = []
+        self.answer = Answer()
         self.ended = False
 
     def send_tokens(self, pid: int, frame: bytes, reports: Any) -> None:
         found = protocol.unpack_tokens(frame)
-        self.tokens += [token for token in found[:, 1].tolist() if token != protocol.NO_TOKEN]
+        self.answer.tokens += [token for token in found[:, 1].tolist() if token != protocol.NO_TOKEN]
+        self.answer.hear(reports or [])
         self.ended = bool(found[-1, 2])
+
+
+class Taught(Replay):
+    """A proposer, with known tokens in place of some of its drafts: random heads are hardly ever right."""
+
+    def __init__(self, proposer: Proposer, spoilt: float) -> None:
+        super().__init__(proposer.count, spoilt)
+        self.proposer = proposer
+        own = {name: getattr(proposer, name) for name in ("layers", "cache_layers", "history", "defers")}
+        vars(self).update(own)
+
+    def propose(self, step: DraftStep, state: Slots, count: int) -> torch.Tensor:
+        drafts = self.proposer.propose(step, state, count)
+        spoilt, self.spoilt = self.spoilt, 0.0
+        known = super().propose(step, state, count)
+        self.spoilt = spoilt
+        own = torch.rand(drafts.shape, generator=self._random) < spoilt
+        return torch.where(own, drafts, known)
 
 
 def _resolve_limits(config: EngineConfig, longest: int) -> EngineConfig:
@@ -117,6 +182,18 @@ def _loaded(load: Callable[[int, str], Future[Adapter]], place: int, folder: str
     return future
 
 
+class _AtOnce:
+    """A pool of threads that has done what it is given."""
+
+    def submit(self, work: Callable[..., Any], *given: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(work(*given))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
 class ModelWorld(World):
     """A real runner in place of the model of a device."""
 
@@ -126,36 +203,57 @@ class ModelWorld(World):
         self,
         folder: Path,
         alone: Alone,
-        has_head: bool,
+        methods: list[str],
+        head: Path,
         adapters: dict[str, Path],
         settings: Settings,
         seed: int,
     ) -> None:
-        """has_head: the checkpoint brings a head that drafts. adapters: folders by the names of ADAPTERS."""
-        self.folder, self.alone, self.has_head, self.folders = folder, alone, has_head, adapters
+        """methods: of drafts, which the model can have. head: for eagle3. adapters: folders by the names of
+        ADAPTERS."""
+        self.folder, self.alone, self.folders = folder, alone, adapters
+        self.methods, self.head = methods, head
         self.proposer: Replay | None = None
         self.ends = random.Random(seed)  # of which answers end, and not before when
+        self.options = random.Random(seed)  # of what else is asked for
+        self.heard: dict[int, Answer] = {}  # by handle
+        self.sent = 0  # tokens
         super().__init__(replace(settings, full=True), seed)
+        grammars = self.loop._grammars
+        grammars._threads = _AtOnce()  # type: ignore[assignment]
+        line = [grammars, self.loop.adapters, self.loop.logits]
+        self.loop.preparations = Preparations(line, self.scheduler, self.loop._refuse)
         self.counts["walks with drafts"] += self.scheduler.drafts > 0
 
     def _start(self) -> Core:
         settings, choose = self.settings, self.load_rng.choice
         config = settings.config()
         own = {name: getattr(config, name) for name in config.__struct_fields__}
-        own |= {"device": "cpu", "kv_cache_free_gpu_mem_fraction": 0.02}
+        own |= {"device": "cpu", "kv_cache_free_gpu_mem_fraction": 0.02, "tokenizer_dir": "bundled"}
         own["max_tokens_in_paged_kv_cache"] = settings.blocks * settings.block
+        own["read_shared_prefixes_once"] = choose([True, False])
         del own["model_dir"]
         make: Any = None
-        methods = ["", "", "ngram", *["mtp"] * self.has_head]
-        if settings.drafts and (method := choose(methods)):
+        spoilt = 1 - settings.right_drafts
+        if settings.drafts and (method := choose(["", *self.methods])):
             own |= {"speculative_method": method, "max_draft_len": settings.drafts}
+            own |= {"draft_model": str(self.head)} if method == "eagle3" else {}
             self.counts[f"walks with {method}"] += 1
+
+            def make(config: EngineConfig, model: Any) -> Taught:
+                make_method = methods.chosen(config)
+                assert make_method is not None
+                self.proposer = Taught(make_method(config, model), spoilt)
+                return self.proposer
+
         elif settings.drafts:
-            make = self.proposer = Replay(settings.drafts, 1 - settings.right_drafts)
+            self.proposer = Replay(settings.drafts, spoilt)
+            make = lambda *_: self.proposer  # noqa: E731
         resolve = mock.patch.object(start, "resolve_limits", _resolve_limits)
         with resolve, mock.patch.object(scheduler, "SNAPSHOT_TOKENS", SNAPSHOT_TOKENS):
-            core = start_core(self.folder, proposer=make, **own)
+            core = start_core(self.folder, make_proposer=make, **own)
         settings.longest = core.config.max_seq_len
+        core.runner.state.prefixes._least_tokens = 0
         core.scheduler._budget = StepBudget(core.config, settings.numbers())
         if (pace := core.scheduler._pace) is not None and choose([True, True, False]):
             counts = [0, *pace._counts.tolist()]  # whether they pay or not
@@ -179,22 +277,23 @@ class ModelWorld(World):
             raise RuntimeError("the step fails as it was told to")
 
         if failing == "before":
-            fail()
+            with mock.patch.object(self.loop.runner, "_compute", lambda *_: fail()):
+                return self._launch(plan, started, *more)
         self.counts["restored states"] += len(plan.restored)
         self.counts["states kept within a row"] += len(plan.cuts)
         self.counts["steps with adapters"] += plan.adapted
-        launched = self._launch(plan, fail if failing else started, *more)
-        self._check_prefixes(plan)
+        with mock.patch.object(prefix_sets, "_LEAST_GAIN", 0):
+            launched = self._launch(plan, fail if failing else started, *more)
+            self._check_prefixes(plan)
         return launched
 
     def _check_prefixes(self, plan: Any) -> None:
         """What rows are said to begin with is in the blocks that attention reads."""
         state = self.loop.runner.state
         prefixes = state.prefixes
-        prefixes.enabled, prefixes._least_tokens = True, 0
-        with mock.patch.object(prefix_sets, "_LEAST_GAIN", 0):
-            found = prefixes.of(plan)
-        prefixes.enabled = False
+        once, prefixes.enabled = prefixes.enabled, True
+        found = prefixes.of(plan)
+        prefixes.enabled = once
         if found is None:
             return
         sets = np.split(found.rows, np.cumsum(found.counts)[:-1])
@@ -208,30 +307,106 @@ class ModelWorld(World):
         params.adapter = str(self.folders[params.adapter]) if params.adapter else ""
         room = min(params.max_tokens, self.settings.longest - len(prompt))
         own_end, params.end_id = params.end_id, -1
-        following = self.alone.answer(prompt, params, room)
-        if self.ends.random() < 0.4:  # an end that comes, or would if it were not held back
-            params.end_id = self.ends.choice(following[:room])
+        self._ask_more(params)
+        found = self.alone.answer(prompt, params, room)
+        if (
+            self.ends.random() < 0.4 and not params.grammar_type
+        ):  # an end that comes, or would if it were not held back
+            params.end_id = self.ends.choice(found.tokens[:room])
             params.min_tokens = self.ends.choice([0, 1, 3, room // 2, room])
-            following = self.alone.answer(prompt, params, room)
             self.counts["ends held back"] += params.min_tokens > 0
         else:
             params.end_id = own_end
+        if self.options.random() < 0.15:
+            params.bad_words = [self._part(found.tokens, 3), [self.options.randrange(250)]]
+        found = self.alone.answer(prompt, params, room)
+        following = found.tokens
+        if self.options.random() < 0.3:
+            params.stop_sequences = [self._part(following, 4), *params.stop_sequences]
         if self.proposer is not None:
-            self.proposer.sequences.append(prompt + following)
+            self.proposer.sequences.append([token for token in prompt + following if token >= 0])
         ends = self.loop.scheduler.table.end_ids.tolist()
-        return expected(prompt, params, self.settings.longest, ends, adapter, following)
+        asked = expected(prompt, params, self.settings.longest, ends, adapter, following)
+        asked.alone = found
+        return asked
+
+    def _part(self, tokens: list[int], most: int) -> list[int]:
+        """Up to so many tokens that follow each other in an answer."""
+        at = self.options.randrange(len(tokens))
+        return [max(token, 0) for token in tokens[at : at + self.options.randint(1, most)]]
+
+    def _ask_more(self, params: SamplingParams) -> None:
+        """Options that steps with drafts have to respect, each of some requests."""
+        draw = self.options
+
+        def chance(share: float) -> bool:
+            return draw.random() < share
+
+        params.speculative_decoding = chance(0.85)
+        params.perf_metrics = chance(0.3)
+        if chance(0.2):
+            params.temperature, params.seed = 0.8, draw.getrandbits(60)
+            params.top_k, params.top_p, params.min_p = draw.choice(
+                [(0, 1.0, 0.0), (9, 1.0, 0.0), (0, 0.8, 0.02), (100, 0.9, 0.0)]
+            )
+        if chance(0.15):
+            params.repetition_penalty, params.presence_penalty = draw.choice([(1.3, 0.0), (1.1, 0.7)])
+        if chance(0.15):
+            params.log_probs, params.top_logprobs = True, draw.choice([0, 1, 3])
+        if chance(0.1):
+            params.bias_ids, params.bias_values = [5, 50], [2.0, -9.0]
+        if chance(0.15):
+            params.grammar_type, params.grammar = "regex", draw.choice(GUIDES)
+        elif chance(0.1):
+            params.allowed_ids = [*range(3, 200, 3)]
 
     def _files(self, folder: Path) -> State:
         return adapter_state(folder)
 
     def replace_adapter(self, folder: str) -> None:
-        """They stay as they are."""
+        path = self.folders[folder]
+        before = self.versions[str(path)]
+        super().replace_adapter(str(path))
+        if self.versions[str(path)] > before:
+            weights, other, new = (path / name for name in (WEIGHTS, OTHER, "new"))
+            os.replace(weights, new)
+            os.replace(other, weights)
+            os.replace(new, other)
+
+    def send_tokens(self, pid: int, frame: bytes, reports: Any) -> None:
+        open_ = dict(self.asked)
+        self.sent += int(np.count_nonzero(protocol.unpack_tokens(frame)[:, 1] != protocol.NO_TOKEN))
+        for report in reports or []:
+            handle = protocol.make_handle(pid, report.local_id)
+            if handle in open_:
+                self.heard.setdefault(handle, Answer()).hear([report])
+                if (perf := report.perf) is not None:
+                    on = open_[handle].params.speculative_decoding
+                    assert 0 <= perf.accepted_tokens <= perf.drafted_tokens * on, (handle, perf)
+        super().send_tokens(pid, frame, reports)
+        for handle in [h for h in self.heard if h not in self.asked]:
+            heard, asked = self.heard.pop(handle), open_.get(handle)
+            if asked is None:
+                continue
+            got, params = len(asked.got), asked.params
+            assert len(heard.reports) == got * params.reports_logits, (handle, asked, heard)
+            numbers, right = heard.numbers(got), asked.alone.numbers(got)
+            close = numbers.shape == right.shape and np.allclose(numbers, right, atol=1e-3)
+            assert close or not asked.got, (handle, asked, numbers, right)
+            self.counts["answers with numbers"] += len(numbers) > 0
 
     def _check_cache(self) -> None:
         """The tokens show what was read."""
 
     def drain(self) -> None:
         super().drain()
+        assert self.loop.generated_tokens == self.sent
+        states, freed = self.loop.runner.sampler._states, self.scheduler._news.freed
+        left = states._by_handle.keys() - {*freed}, self.loop.runner.sampler.grammars._made
+        left += self.loop._grammars._in_room, self.loop._grammars._room.held
+        assert not any(left), left
+        sharing = getattr(self.loop.runner.state.attention, "sharing", [])
+        self.counts["prompt tokens read once"] += sum(own.saved for own in sharing)
         self.counts["drafts"] += self.scheduler.drafted_tokens
         self.counts["accepted drafts"] += self.scheduler.accepted_tokens
 
@@ -244,13 +419,28 @@ def walk_model(
         if kind in ("qwen3.5", "qwen3-next"):
             sizes |= {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
         checkpoint = make_checkpoint(kind, Path(folder) / "model", **sizes)
-        if has_head := kind == "qwen3.5":
+        methods = ["ngram", "eagle3"]
+        if kind == "qwen3.5":
             Reference(checkpoint)  # writes the head
+            methods.append("mtp")
+        head = eagle3_head(checkpoint, Path(folder) / "head")
         form = {"r": 4, "lora_alpha": 64, "target_modules": ["q_proj", "v_proj", "o_proj"]}
         made = [make_adapter(checkpoint, Path(folder) / name, form, n) for n, name in enumerate(ADAPTERS)]
+        for own in made:
+            found = load_file(own / WEIGHTS)
+            opposite = {name: -value if "lora_B" in name else value for name, value in found.items()}
+            save_file(opposite, own / OTHER)
         adapters = dict(zip(ADAPTERS, made, strict=True))
-        make = functools.partial(ModelWorld, checkpoint, Alone(checkpoint), has_head, adapters)
+        make = functools.partial(ModelWorld, checkpoint, Alone(checkpoint), methods, head, adapters)
         return walk(steps, seed, episodes, length, make)
+
+
+def eagle3_head(target: Path, folder: Path) -> Path:
+    config = json.loads((target / "config.json").read_text())
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    sizes = {"hidden": hidden, "heads": heads, "kv_heads": config["num_key_value_heads"]}
+    sizes |= {"head_dim": config.get("head_dim") or hidden // heads, "vocab": config["vocab_size"]}
+    return make_head("speculators", folder, **sizes, known=200, eagle_aux_hidden_state_layer_ids=[1])
 
 
 if __name__ == "__main__":

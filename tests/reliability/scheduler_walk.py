@@ -178,6 +178,7 @@ class Asked:
     answer: list[int]
     code: int  # that ends it
     adapter: AdapterState | None = None
+    alone: Any = None  # of a walk of a real model
     got: list[int] = field(default_factory=list)
     ended: str = ""
 
