@@ -89,14 +89,14 @@ def argument_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     p.add_argument(
         "--url", action="append", default=[], metavar="SERVER=URL",
-        help="measure a server that runs already, instead of starting one; may be repeated",
+        help="measure a running server instead of starting one; may be repeated",
     )  # fmt: skip
     p.add_argument(
         "--profile", type=Path, metavar="FILE", help=f"knobs of ours (default: {PROFILE.relative_to(ROOT)})"
     )
     p.add_argument(
         "--knob", action="append", default=[], metavar="NAME=VALUE",
-        help="a knob of ours, over the profile's; may be repeated",
+        help="a knob of ours, which overrides the profile's; may be repeated",
     )  # fmt: skip
     p.add_argument(
         "--port", type=integer(1, 65533), metavar="PORT", default=8300,
@@ -104,7 +104,7 @@ def argument_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     p.add_argument(
         "--time-limit", type=seconds, metavar="S", default=1800.0,
-        help="seconds for the whole call; rows that no longer fit are left out (default: %(default)g)",
+        help="seconds for the whole call; rows that no longer fit are omitted (default: %(default)g)",
     )  # fmt: skip
     p.add_argument(
         "--workers", type=integer(0), metavar="N", default=0,
@@ -113,19 +113,23 @@ def argument_parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--check-tokens",
         action="store_true",
-        help="have ours report every chunk's token count also while measuring",
+        help="have ours report every chunk's token count also in measured runs",
     )
     p.add_argument(
         "--dry-run", action="store_true", help="check all that a call needs, say what it would do, and end"
     )
-    p.add_argument("--no-warm-up", action="store_true", help="leave out the requests before each row")
+    p.add_argument("--no-warm-up", action="store_true", help="send no warm-up requests before each row")
     p.add_argument(
         "--out", type=Path, metavar="DIR", default=ROOT / "perf_configs/results",
         help="folder of the results (default: perf_configs/results)",
     )  # fmt: skip
-    p.add_argument("--commit", default="", help="what results call this version (default: what git says)")
     p.add_argument(
-        "--merge", type=Path, metavar="FILE", nargs="+", default=[], help="earlier results to take in"
+        "--commit",
+        default="",
+        help="name of this version in the results (default: the commit that git names)",
+    )
+    p.add_argument(
+        "--merge", type=Path, metavar="FILE", nargs="+", default=[], help="earlier results to merge"
     )
     return p
 

@@ -197,7 +197,7 @@ class Client:
 
     def leave(self) -> None:
         """A client of the OpenAI API that goes in the midst of its stream. Of the ensemble's streams none
-        does: that costs tritonserver some memory, as docs/reliability.md says, and would hide all else."""
+        does: that costs tritonserver some memory, as docs/triton-notes.md says, and would hide all else."""
         body = {"prompt": "Once upon a time", "max_tokens": 500, "stream": True}
         with socket.create_connection(("127.0.0.1", self._ports["openai"]), timeout=SILENT_S) as sock:
             sock.sendall(request_bytes("/v1/completions", body))

@@ -105,12 +105,12 @@ KNOBS: tuple[Knob, ...] = (
     # Answers.
     _llm(
         "exclude_input_in_output", "false", "bool", in_trt=True,
-        meaning="answers without streaming leave the prompt out, unless the request says otherwise",
+        meaning="answers without streaming omit the prompt, unless the request says otherwise",
     ),
     _knob(
         "ensemble_report_outputs", "true", "bool", (("ensemble", REPORT_OUTPUTS),),
-        meaning="false = the ensemble has no outputs of log probs, logits and perf metrics, each of which "
-        "costs tritonserver time and memory in every chunk, and refuses requests for them",
+        meaning="false = the ensemble has no outputs of log probs, logits and perf metrics, which cost "
+        "tritonserver time and memory in every chunk, and refuses requests for them",
     ),
     _llm(
         "streamed_log_probs", "auto", "choice", words=("auto", "chunk", "all"),
@@ -133,8 +133,8 @@ KNOBS: tuple[Knob, ...] = (
     ),
     _knob(
         "max_prompt_bytes", "1048576", "int", _parameter("max_prompt_bytes", PRE),
-        meaning="bytes of a prompt; all prompts of a request can have 8 times as many. More are refused "
-        "before they are tokenised. 0 = no bound",
+        meaning="most bytes of a prompt; all prompts of a request can have 8 times as many. Longer ones are "
+        "refused before they are tokenised. 0 = no bound",
     ),
     _knob(
         "add_special_tokens", "true", "bool", _parameter("add_special_tokens", PRE), in_trt=True,
@@ -142,23 +142,24 @@ KNOBS: tuple[Knob, ...] = (
     ),
     _knob(
         "skip_special_tokens", "true", "bool", _parameter("skip_special_tokens", LLM, POST), in_trt=True,
-        meaning="leave special tokens out of the text",
+        meaning="omit special tokens from the text",
     ),
     # Triton.
     _knob(
         "triton_max_batch_size", "256", "int", tuple((model, "max_batch_size") for model in MODELS),
         low=1, high=65536, in_trt=True,
-        meaning="most prompts in one request, and requests passed in one call",
+        meaning="most prompts of a request, and most requests in one call of a model",
     ),
     _knob(
         "preferred_batch_size", "auto", "sizes",
         ((PRE, f"{BATCHING}.preferred_batch_size"),), words=("auto",), low=1, high=65536,
-        meaning="batch sizes Triton's batcher aims at within the queue delay; auto = triton_max_batch_size",
+        meaning="batch sizes that Triton's batcher prefers within the queue delay; auto = "
+        "triton_max_batch_size",
     ),
     _knob(
         "llm_preferred_batch_size", "auto", "sizes",
         ((LLM, f"{BATCHING}.preferred_batch_size"),), words=("auto",), low=1, high=65536,
-        meaning="the same for llm; with 1, no instance takes most of a burst; auto = preferred_batch_size",
+        meaning="the same for llm; 1 = a burst is shared by all instances; auto = preferred_batch_size",
     ),
     _knob(
         "max_queue_delay_microseconds", "0", "int",

@@ -66,31 +66,31 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
         "attention of decode steps: FlashInfer's fa2 or xqa, this project's Triton kernel, or plain torch for"
         " all steps; auto = the fastest measured one on a GPU, torch on a CPU")] = "auto"
     speculative_method: Annotated[Literal["none", "ngram", "eagle3", "mtp"], Setting(
-        "how the next tokens are guessed, which a step then checks at once; answers stay the same. ngram = by"
-        " what followed the last tokens earlier; eagle3 = by the head in draft_model; mtp = by the"
-        " checkpoint's head (Qwen3.5, Qwen3-Next)"
+        "how drafts are made: guessed tokens, of which a step checks several at once; answers stay the same."
+        " ngram = what followed the last tokens earlier; eagle3 = the head in draft_model; mtp = the"
+        " checkpoint's own head (Qwen3.5, Qwen3-Next)"
     )] = "none"
     draft_model: Annotated[str, Setting(
         "folder of the EAGLE-3 head of speculative_method=eagle3; bundled = the bundled model's",
         words=("none", "bundled"))] = "none"
     max_draft_len: Annotated[int, Setting(
-        "most tokens guessed for a sequence's step; fewer where many sequences run", high=15)] = 4
+        "most drafts of a sequence in a step; steps with many sequences have fewer", high=15)] = 4
     max_matching_ngram_size: Annotated[int, Setting(
-        "ngram: most last tokens that are looked up", low=1, high=16)] = 4
+        "ngram: the most last tokens to look up", low=1, high=16)] = 4
     min_matching_ngram_size: Annotated[int, Setting(
-        "ngram: fewest last tokens that have to match", low=1, high=16)] = 2
+        "ngram: the fewest last tokens that must match", low=1, high=16)] = 2
     max_loras: Annotated[int, Setting(
-        "adapters (LoRA) that requests in one step can have, each with its room on the GPU; 0 = none",
+        "adapters (LoRA) that fit on the GPU at the same time, and so in one step; 0 = none",
         high=256)] = 0
     lora_modules: Annotated[Literal["none"] | dict[str, str], Setting(
         "names of adapters and their folders, as PEFT writes them"
     )] = "none"
     max_lora_rank: Annotated[int, Setting(
-        "the largest rank of an adapter; room on the GPU grows with it", low=1, high=256)] = 16
+        "the largest rank of an adapter; sets the memory that each takes on the GPU", low=1, high=256)] = 16
     lora_vocabulary: Annotated[bool, Setting(
-        "room on the GPU for adapters of the embedding and the output head (embed_tokens, lm_head)")] = False
+        "GPU memory for adapters of the embedding and the output head (embed_tokens, lm_head)")] = False
     lora_cache_host_memory_bytes: Annotated[int, Setting(
-        "bytes of the latest adapters that are kept in host memory",
+        "bytes of host memory for the adapters used last",
         high=2**62)] = 1 << 30
     tensor_parallel_size: Annotated[Literal[1, 2, 4, 8], Setting(
         "GPUs that one model is spread over, each with a part of every layer; on a CPU, processes")] = 1
@@ -115,9 +115,9 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
         "tokens of a prompt; auto = max_seq_len - 1", low=1, words=(AUTO,))] = 0
     max_num_seqs: Annotated[int, Setting("sequences that run at the same time", low=1, high=4096)] = 256
     max_num_tokens: Annotated[int, Setting(
-        "token budget of a step while nothing streams; it also sizes the work buffers", low=1)] = 8192
+        "most tokens of a step while no sequence streams; it also sizes the work buffers", low=1)] = 8192
     max_num_tokens_while_decoding: Annotated[int, Setting(
-        "token budget of a step while sequences stream; smaller = steadier streams, larger = faster first"
+        "most tokens of a step while sequences stream; smaller = steadier streams, larger = faster first"
         " tokens", low=1)] = 2048
 
     # KV cache.
@@ -125,25 +125,26 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
         "elements of the KV cache; auto = dtype; fp8_e4m3 = 8 bits, with the checkpoint's scales or 1, and"
         " twice the tokens. Not with attention_backend=xqa")] = "auto"
     tokens_per_block: Annotated[Literal[16, 32, 64], Setting(
-        "tokens of a block of the KV cache, the grain of prefix reuse")] = 16
+        "tokens of a block of the KV cache, the unit of prefix reuse")] = 16
     kv_cache_free_gpu_mem_fraction: Annotated[float, Setting(
         "the KV cache's share of the GPU memory that the weights of all engines on the GPU leave",
         low=0.001, high=1)] = 0.9
     max_tokens_in_paged_kv_cache: Annotated[int, Setting(
-        "upper bound of the KV cache in tokens, rounded up to whole blocks; auto = as many as fit. The"
-        " smaller of both bounds counts", low=16, words=(AUTO,))] = 0
+        "most tokens of the KV cache, rounded up to whole blocks; auto = as many as fit. The smaller of this"
+        " and the memory's share counts", low=16, words=(AUTO,))] = 0
     enable_kv_cache_reuse: Annotated[bool, Setting(
         "keep the blocks of earlier prompts for prompts that begin with the same tokens")] = True
 
     # Scheduling.
     enable_chunked_context: Annotated[bool, Setting(
-        "split long prompts over several steps; false = a prompt has to fit one step")] = True
+        "split long prompts over several steps; false = a prompt must fit one step")] = True
     batch_scheduler_policy: Annotated[Literal["max_utilization", "guaranteed_no_evict"], Setting(
-        "max_utilization admits while blocks last and can recompute the newest sequence later;"
-        " guaranteed_no_evict reserves all blocks a sequence can need")] = "max_utilization"
+        "max_utilization = admit sequences while there are blocks; when these run out, the newest sequence is"
+        " computed again later. guaranteed_no_evict = reserve all blocks that a sequence can need"
+    )] = "max_utilization"
     schedule_policy: Annotated[Literal["fcfs", "lof"], Setting(
         "which waiting request runs next: fcfs = in order of arrival; lof = largest max_tokens first: a"
-        " backlog ends sooner if max_tokens is the length, but short requests wait for longer ones")] = "fcfs"
+        " backlog ends sooner if answers reach max_tokens, but short requests wait for longer ones")] = "fcfs"
     max_queue_size: Annotated[int, Setting(
         "requests that can wait, in Triton and in the engine. 0 = no bound; auto ="
         f" {QUEUED_PER_SLOT} for each of max_num_seqs, at least {LEAST_AUTO_QUEUE}", words=(AUTO,))] = -1
@@ -160,11 +161,11 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
         "library for the grammars of guided decoding; xgrammar = llguidance, for older model repositories;"
         " none = guided requests are refused")] = "llguidance"
     kv_events_endpoint: Annotated[str, Setting(
-        "where the engine tells request routers which prefixes its cache has (ZeroMQ, in vLLM's form); engine"
-        " 1 takes the next port",
+        "where the engine publishes which prefixes its cache has, for request routers (ZeroMQ, in vLLM's"
+        " form); engine 1 takes the next port",
         words=("none",), text="an address such as tcp://*:5557")] = "none"
     kv_events_replay_endpoint: Annotated[str, Setting(
-        "where request routers ask for messages that they have missed (the latest 64 MiB are kept)",
+        "where request routers get messages that they have missed (the latest 64 MiB are kept)",
         words=("none",), text="an address such as tcp://*:5558")] = "none"
     kv_events_topic: Annotated[str, Setting(
         "topic of these messages; {ip} is POD_IP or the host's address, {model} the checkpoint folder's name",
@@ -172,20 +173,20 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     stats_check_period_ms: Annotated[int, Setting(
         "how often the metrics are updated", low=1, high=60000)] = 100
     profile_dir: Annotated[str, Setting(
-        "absolute path of a folder for the traces of POST /start_profile (OpenAI API), made where there is"
-        " none; none = such requests are not served", words=("none",))] = "none"
+        "absolute path of a folder for traces of POST /start_profile (OpenAI API), created if it is missing;"
+        " none = /start_profile is not served", words=("none",))] = "none"
     start_stall_minutes: Annotated[int, Setting(
         "an engine without progress for this long during startup is ended; 0 = never",
         low=0, high=10080)] = 30
     read_shared_prefixes_once: Annotated[bool, Setting(
-        "decode rows whose sequences begin with the same cached blocks read these once a step, where that"
-        " saves enough; its kernel is checked on CPUs, its results on a GPU are not yet")] = False
+        "decode rows whose sequences begin with the same cached blocks read these once a step, if that saves"
+        " enough. Its kernel was compared with plain torch on a CPU, not yet on a GPU")] = False
     compare_attention: Annotated[bool, Setting(
         "for finding faults: run plain torch's attention next to the chosen one for the first 64 tokens of"
         " each prompt, and log the largest error by layer. Slow")] = False
     check_invariants: Annotated[bool, Setting(
-        "for finding faults: check in every step that each block and slot has one owner, else log it and end."
-        " Costs up to 0.6 ms a step for each running sequence")] = False
+        "for finding faults: check in every step that each block and slot has one owner; if not, log it and"
+        " end. Costs up to 0.6 ms a step for each running sequence")] = False
     # fmt: on
 
     @classmethod

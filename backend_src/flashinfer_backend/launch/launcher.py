@@ -110,11 +110,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--open", action="append", choices=CLOSED, default=[],
-        help="let clients use an API that is closed by default (docs/security.md); may be repeated",
+        help="open an API that is closed by default (docs/security.md); repeat it for several",
     )  # fmt: skip
     parser.add_argument(
         "--drain-seconds", type=seconds, metavar="S", default=DRAIN_S,
-        help="seconds that running requests may go on after SIGTERM (default: %(default)g)",
+        help="seconds that running requests can go on after SIGTERM (default: %(default)g)",
     )  # fmt: skip
     parser.add_argument(
         "--restarts", type=count, metavar="N", default=RESTARTS,
@@ -123,9 +123,8 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--restart-after-growth", type=count, default=quarter_of_memory(), metavar="MIB",
-        help="start tritonserver again, which takes some seconds, when its memory has grown by MIB"
-        " since it was ready; 0: never (default: a quarter of this machine's memory, %(default)s MiB;"
-        " docs/reliability.md tells why it grows)",
+        help="restart tritonserver when its memory has grown by MIB since it was ready; 0: never (default:"
+        " a quarter of this machine's memory, %(default)s MiB; docs/security.md says why it grows)",
     )  # fmt: skip
     parser.add_argument(
         "--stalled-client-seconds", type=whole_seconds, metavar="S", default=STALLED_S,
@@ -134,8 +133,8 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--shm-prefix", metavar="NAME", default=f"flashinfer-backend-{os.getpid()}-{secrets.token_hex(8)}_",
-        help="how the names of this server's shared memory begin; no other server's may begin so, as what is"
-        " left of it is removed when the server has ended (default: the process's number and a random one)",
+        help="beginning of the names of this server's shared memory, which is removed when the server has"
+        " ended; it must differ from other servers' (default: the process's number and a random one)",
     )  # fmt: skip
     add_arguments(parser)
     parser.add_argument("server_args", nargs="*", help="after --: further arguments for tritonserver")

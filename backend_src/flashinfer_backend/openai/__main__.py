@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument(
         "--drain-seconds", type=whole_seconds, metavar="S", default=30,
-        help="seconds that running requests may go on after SIGTERM (default: %(default)s)",
+        help="seconds that running requests can go on after SIGTERM (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--stalled-client-seconds", type=whole_seconds, metavar="S", default=STALLED_S,

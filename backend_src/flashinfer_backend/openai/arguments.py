@@ -69,17 +69,17 @@ API_ARGUMENTS: dict[str, dict[str, Any]] = {
     },
     "ignore-effort": {
         "action": "store_true", "default": False,
-        "help": "accept an effort of reasoning where the chat template has none, with a line in the log"
-        " (default: it is refused)",
+        "help": "accept reasoning_effort if the chat template has no efforts, with a line in the log"
+        " (default: refuse it)",
     },
     "allowed-origins": {
         "metavar": "ORIGIN", "type": origin, "action": "append",
-        "help": "an origin whose pages may use the API, such as https://chat.example, or * for all; repeat it"
-        " for several (default: none, only the API's own page)",
+        "help": "a web origin whose pages can use the API, such as https://chat.example, or * for all; repeat"
+        " it for several (default: only the API's own page)",
     },
     "lora-root": {
         "metavar": "DIR", "type": Path,
-        "help": "folder below which /v1/load_lora_adapter may load adapters (default: none may be loaded)",
+        "help": "folder from which /v1/load_lora_adapter loads adapters (default: it loads none)",
     },
     "default-sampling": {
         "choices": ("checkpoint", "openai"), "default": "checkpoint",
@@ -91,25 +91,25 @@ API_ARGUMENTS: dict[str, dict[str, Any]] = {
     },
     "max-prompt-bytes": {
         "metavar": "BYTES", "type": count, "default": PROMPT_BYTES,
-        "help": "longest text that is tokenised, in bytes; 0: any"
+        "help": "longest prompt, in bytes; 0: no limit"
         f" (default: {PROMPT_BYTES}, {PROMPT_BYTES >> 20} MiB)",
     },
     "prompt-logits-mib": {
         "metavar": "MIB", "type": count, "default": LOGITS_ROOM >> 20,
-        "help": "MiB of memory of each process for the logits of prompts whose log probabilities are wanted;"
+        "help": "MiB of memory of each process for the logits of prompts with requested log probabilities;"
         f" a larger prompt takes all of it alone (default: {LOGITS_ROOM >> 20})",
     },
     STORE: {
         "metavar": "MIB", "type": count, "default": 0,
-        "help": "MiB of memory for responses that requests to /v1/responses can go on from; needs one process"
-        " (default: 0, none are kept)",
+        "help": "MiB of memory to store responses that later requests continue (previous_response_id); needs"
+        " one process (default: 0, none are stored)",
     },
     "receive-seconds": {
         "metavar": "S", "type": whole_seconds, "default": RECEIVE_S,
-        "help": f"cut a client whose request is not whole after S seconds; 0: never (default: {RECEIVE_S})",
+        "help": f"time limit for receiving a request, in seconds; 0: none (default: {RECEIVE_S})",
     },
     CONNECTIONS: {
         "metavar": "N", "type": count, "default": 0,
-        "help": "most connections of each process; 0: as many as it may open files, less 128 (default: 0)",
+        "help": "most connections of each process; 0: the open-file limit less 128 (default: 0)",
     },
 }  # fmt: skip
