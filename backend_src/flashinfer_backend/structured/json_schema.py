@@ -377,8 +377,8 @@ class _Root:
             [_types(f, c) for f, c in zip(flats, constants, strict=True)]
         )
         if not apart and all(flat.get("type") == "object" for flat in flats):
-            for name in _object_of(flats[0], "properties"):
-                told = [_constants(self._target(_object_of(f, "properties").get(name), path)) for f in flats]
+            for name in _properties(flats[0]):
+                told = [_constants(self._target(_properties(f).get(name), path)) for f in flats]
                 if not _all_apart(told):
                     continue
                 for option in checked["oneOf"]:
@@ -444,7 +444,7 @@ def _evaluated(node: Schema, keyword: str, path: str) -> Schema:
             "title",
             "description",
         }:
-            named |= dict.fromkeys(_object_of(member, "properties"), True)
+            named |= dict.fromkeys(_properties(member), True)
         else:
             named = {}
             break
@@ -455,12 +455,12 @@ def _evaluated(node: Schema, keyword: str, path: str) -> Schema:
         )
     changed = {k: v for k, v in node.items() if k != keyword}
     if named:
-        changed["properties"] = named | _object_of(node, "properties")
+        changed["properties"] = named | _properties(node)
     return {**changed, other: node[keyword]}
 
 
 def _check_values(checked: Schema, path: str) -> int:
-    """Types, numbers, counts and constants. Returns how many lists and objects these have."""
+    """Types, numbers, counts, constants and names. Returns how many lists and objects these have."""
     kinds = checked.get("type", [])
     for kind in kinds if isinstance(kinds, list) else [kinds]:
         if not isinstance(kind, str) or kind not in OF_TYPE:
@@ -515,6 +515,9 @@ def _check_values(checked: Schema, path: str) -> int:
     values = checked.get("enum", [])
     if "enum" in checked and (not isinstance(values, list) or not values):
         raise _refused(path, "'enum' is not a list of values", "it should be one")
+    required = checked.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise _refused(path, "'required' is not a list of names", "it should be one")
     return _check_constants([*values, checked.get("const")], path, 0) - 1
 
 
@@ -575,10 +578,7 @@ def _check_format(checked: Schema, path: str) -> None:
 
 
 def _check_object(checked: Schema, path: str, merged: bool) -> None:
-    required = checked.get("required", [])
-    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        raise _refused(path, "'required' is not a list of names", "it should be one")
-    properties = checked.get("properties", {})
+    required, properties = checked.get("required", []), checked.get("properties", {})
     optional = len(properties.keys() - set(required))
     if optional > GRAMMAR.optional:
         raise _refused(
@@ -617,10 +617,9 @@ def _close(checked: Schema) -> None:
     with others."""
     named = [keyword for keyword in ("properties", "patternProperties") if checked.get(keyword)]
     if named and "additionalProperties" not in checked:
-        required = checked.get("required", [])
-        names = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
         properties = checked.get("properties", {})
-        checked["properties"] = properties | {name: {} for name in names if name not in properties}
+        names = [name for name in checked.get("required", ()) if name not in properties]
+        checked["properties"] = {**properties, **{name: {} for name in names}}
         checked["additionalProperties"] = False
 
 
@@ -659,8 +658,8 @@ def _add_type(checked: Schema) -> None:
         checked["type"] = kinds[0] if len(kinds) == 1 else kinds
 
 
-def _object_of(node: Any, keyword: str) -> Schema:
-    found = node.get(keyword) if isinstance(node, dict) else None
+def _properties(node: Any) -> Schema:
+    found = node.get("properties") if isinstance(node, dict) else None
     return found if isinstance(found, dict) else {}
 
 
