@@ -26,14 +26,14 @@ TIMEOUT_S = 120
 class Client:
     """A stub's side of the protocol, for one thread."""
 
-    def __init__(self, run_dir: Path, loop: EngineLoop, wants_status: bool = False) -> None:
+    def __init__(self, run_dir: Path, loop: EngineLoop) -> None:
         self.loop = loop
         self.pid = os.getpid()
         self._next = 1
         self._socket = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.connect(protocol.socket_address(run_dir))
-        self._socket.send(protocol.encode(protocol.Hello(self.pid, wants_status)))
+        self._socket.send(protocol.encode(protocol.Hello(self.pid)))
         self.tokens: dict[int, list[int]] = {}
         self.code: dict[int, int] = {}
         self.failure: dict[int, protocol.Failure] = {}
@@ -131,7 +131,7 @@ class Client:
 
 
 @contextmanager
-def serve(core: Core, run_dir: Path, wants_status: bool = False) -> Iterator[Client]:
+def serve(core: Core, run_dir: Path) -> Iterator[Client]:
     """Run `core`'s loop in a thread; on leaving, check that no slot and no block is left behind."""
     run_dir.mkdir(parents=True, exist_ok=True)
     socket = EngineSocket(run_dir, os.getpid())
@@ -147,7 +147,7 @@ def serve(core: Core, run_dir: Path, wants_status: bool = False) -> Iterator[Cli
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    client = Client(run_dir, loop, wants_status)
+    client = Client(run_dir, loop)
     client.thread = thread
     try:
         yield client

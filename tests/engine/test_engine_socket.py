@@ -73,7 +73,7 @@ def test_what_a_stub_sent_before_its_end_and_comes_after_it_is_dropped(
     stub = subprocess.Popen(line, executable="/usr/bin/yes", stdout=subprocess.PIPE)
     wait_for(lambda: stub_processes.find_stub(stub.pid))
     for _ in range(2):  # it may lose its link and make it anew
-        send(protocol.Hello(stub.pid, wants_status=True))
+        send(protocol.Hello(stub.pid))
     send(asked(stub.pid, 1))
     assert len(heard(engine, protocol.Submit)) == 3
     stub.kill()
@@ -96,7 +96,7 @@ def test_a_stub_that_ends_right_after_its_hello_is_not_told_anything(
 ) -> None:
     stub = subprocess.Popen(["true"])
     stub.wait()
-    send(protocol.Hello(stub.pid, wants_status=True))
+    send(protocol.Hello(stub.pid))
     send(asked(stub.pid, 1))
     send(protocol.Cancel(7))
     assert heard(engine, protocol.Cancel) == [protocol.Cancel(7)]
@@ -120,9 +120,8 @@ def test_what_is_no_message_is_dropped(
 def test_a_stub_that_reads_nothing_for_long_loses_nothing(engine: EngineSocket, tmp_path: Path) -> None:
     with zmq.Context.instance().socket(zmq.DEALER) as slow:
         slow.connect(protocol.socket_address(tmp_path))
-        slow.send(protocol.encode(protocol.Hello(os.getpid(), wants_status=False)))
+        slow.send(protocol.encode(protocol.Hello(os.getpid())))
         heard(engine, protocol.Hello)
-        engine.send_status(protocol.Status(1, "cpu", 1, 1, 1, 1, 1, 1))  # which it does not want
         frames = [n.to_bytes(2, "little") * 500 for n in range(5000)]
         for frame in frames:
             engine.send_tokens(os.getpid(), frame, None)
@@ -159,12 +158,12 @@ def test_a_stub_that_comes_as_another_one_ends_is_not_taken_for_it(
     """Its process is watched by the file descriptor that has just become free."""
     ends, comes = (subprocess.Popen(["sleep", "1000"]) for _ in range(2))
     try:
-        send(protocol.Hello(ends.pid, wants_status=True))
+        send(protocol.Hello(ends.pid))
         heard(engine, protocol.Hello)
         ends.kill()
         ends.wait()
         send(protocol.Goodbye(ends.pid))
-        send(protocol.Hello(comes.pid, wants_status=True))
+        send(protocol.Hello(comes.pid))
         send(asked(comes.pid, 1))
         time.sleep(0.05)  # they should be there together
         left, submitted = set(), False

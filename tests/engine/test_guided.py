@@ -232,7 +232,7 @@ def test_compiling_holds_up_nobody_and_can_be_cancelled(tmp_path, monkeypatch):
         return compile_guide(self, kind, text, end_id)
 
     monkeypatch.setattr(GrammarCompiler, "compile", slow)
-    with serve(start_bundled(max_queue_size=2), tmp_path, wants_status=True) as client:
+    with serve(start_bundled(max_queue_size=2), tmp_path) as client:
         cancelled, kept = (client.submit([0], guided("regex", word)) for word in ("ab", "cd"))
         refused = client.submit([0], guided("regex", "ef"))
         client.wait([refused])

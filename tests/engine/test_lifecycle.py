@@ -103,7 +103,7 @@ def test_a_burst_that_finds_slots_is_not_refused(checkpoint, tmp_path):
 
 
 def test_status_counts_blocks_and_requests(checkpoint, tmp_path):
-    with serve(start_core(checkpoint, enable_kv_cache_reuse=False), tmp_path, wants_status=True) as client:
+    with serve(start_core(checkpoint, enable_kv_cache_reuse=False), tmp_path) as client:
         one = client.submit([5] * 33, LONG)
         client.wait([one])
         busy = [s for s in client.statuses if s.requests_running]

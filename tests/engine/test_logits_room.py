@@ -262,7 +262,7 @@ def test_the_room_of_one_that_is_cancelled_before_it_has_sent_any_is_free(begun:
     """Its stub may have said so before the engine had it: by another socket, as its link was lost."""
     engine_ = engine()
     engine_.submit(1, 200)
-    engine_.socket.inbox.append(protocol.Hello(STUB, wants_status=False))
+    engine_.socket.inbox.append(protocol.Hello(STUB))
     free(engine_, 2)
     engine_.submit(2, 20, prompt_tokens=100, context_logits=True)
     if begun:

@@ -358,7 +358,7 @@ class World:
     def connect_anew(self, stub: int) -> None:
         """A stub has lost its link, and with it all that is open of it: it hears nothing more of that."""
         mine = [handle for handle in self.asked if handle >> 32 == stub]
-        order = [protocol.Hello(stub, wants_status=False), *map(protocol.Cancel, mine)]
+        order = [protocol.Hello(stub), *map(protocol.Cancel, mine)]
         self.inbox += order if self.rng.random() < 0.5 else order[1:] + order[:1]  # of two sockets
         self.lost.update(mine)
         for handle in mine:

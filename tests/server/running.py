@@ -338,7 +338,7 @@ class EngineWatch:
         self._greet()
 
     def _greet(self) -> None:
-        self._socket.send(protocol.encode(protocol.Hello(os.getpid(), wants_status=True)))
+        self._socket.send(protocol.encode(protocol.Hello(os.getpid())))
 
     def status(self) -> protocol.Status:
         """The next status that the engine sends."""

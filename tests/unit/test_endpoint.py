@@ -88,7 +88,7 @@ class Ends:
 
     def begin(self) -> Status:
         """The engine greets back: it is ready."""
-        assert self.hear(protocol.Hello) == protocol.Hello(os.getpid(), wants_status=True)
+        assert self.hear(protocol.Hello) == protocol.Hello(os.getpid())
         status = Status(self.process.pid, "cpu", 1, 1, 1, 1, 16, 1)
         self.socket.send_status(status)
         wait_for(lambda: self.link.up)

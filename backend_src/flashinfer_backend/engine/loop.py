@@ -157,8 +157,7 @@ class EngineLoop:
             self.logits.freed(message.handle)
         elif isinstance(message, protocol.Hello):
             self.logits.drop_stub(message.pid)  # which had to reconnect, if it has been here
-            if message.wants_status:
-                self._next_status = 0.0
+            self._next_status = 0.0
         elif isinstance(message, protocol.Goodbye):
             self._drop_stub(message.pid, message.said)
 

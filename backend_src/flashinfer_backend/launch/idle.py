@@ -34,7 +34,7 @@ class Idleness:
             engine = self._context.socket(zmq.DEALER)
             engine.linger = 0
             engine.connect(protocol.socket_address(folder))
-            engine.send(protocol.encode(protocol.Hello(os.getpid(), wants_status=True)))
+            engine.send(protocol.encode(protocol.Hello(os.getpid())))
             self._engines.append(engine)
         self._idle_at: dict[zmq.Socket, float] = {}  # when an engine last said that it has nothing to do
         self._since = time.monotonic()

@@ -239,7 +239,7 @@ class Endpoint:
             socket.setsockopt(zmq.SNDHWM, 0)
             socket.setsockopt(zmq.RCVHWM, 0)
             socket.connect(protocol.socket_address(self._run_dir))
-            socket.send(protocol.encode(protocol.Hello(self._pid, wants_status=True)))
+            socket.send(protocol.encode(protocol.Hello(self._pid)))
             poller = zmq.Poller()
             for readable in (socket, self._wake, pidfd):
                 poller.register(readable, zmq.POLLIN)

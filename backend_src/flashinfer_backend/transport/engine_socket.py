@@ -41,7 +41,6 @@ class EngineSocket:
         self._identity: dict[int, bytes] = {}  # by stub pid
         self._pidfd: dict[int, int] = {}
         self._stubs: dict[int, Stub | None] = {}  # looked up while they live
-        self._watching: set[int] = set()  # stubs that want the status
 
     def receive(self, timeout_ms: int, until: float) -> Iterator[protocol.ToEngine]:
         """Messages that are here; waits up to `timeout_ms` for the first.
@@ -98,8 +97,6 @@ class EngineSocket:
             self._stubs[hello.pid] = find_stub(hello.pid)
             self._poller.register(self._pidfd[hello.pid], zmq.POLLIN)
         self._identity[hello.pid] = identity
-        if hello.wants_status:
-            self._watching.add(hello.pid)
         return True
 
     def _is_here(self, submit: protocol.Submit) -> bool:
@@ -113,7 +110,6 @@ class EngineSocket:
 
     def forget(self, pid: int) -> None:
         self._identity.pop(pid, None)
-        self._watching.discard(pid)
         self._stubs.pop(pid, None)
         pidfd = self._pidfd.pop(pid, None)
         if pidfd is not None:
@@ -134,7 +130,7 @@ class EngineSocket:
 
     def send_status(self, status: protocol.Status) -> None:
         body = protocol.encode(status)
-        for pid in self._watching:
+        for pid in self._identity:
             self._send(pid, [protocol.STATUS, body])
 
     def _send(self, pid: int, parts: Sequence[bytes | memoryview]) -> None:

@@ -69,7 +69,6 @@ class Hello(msgspec.Struct, tag="hello"):
     """First message of a stub. The engine aborts its requests when process `pid` ends."""
 
     pid: int
-    wants_status: bool
 
 
 class Submit(msgspec.Struct, tag="submit"):
@@ -174,7 +173,7 @@ class RowReport(msgspec.Struct, omit_defaults=True):
 
 
 class Status(msgspec.Struct):
-    """The engine's state, sent to stubs that want it: at start (when ready) and periodically."""
+    """The engine's state, sent to each stub after its Hello and periodically."""
 
     pid: int
     device: str
