@@ -211,7 +211,6 @@ class Status(msgspec.Struct):
     logits_bytes: int = 0
     logits_waiting: int = 0
     memory_gpu: int = 0
-    memory_pinned: int = 0
     timestamp_ns: int = 0
 
 

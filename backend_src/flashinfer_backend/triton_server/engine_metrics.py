@@ -34,7 +34,7 @@ GAUGES: dict[str, tuple[str, str, dict[str, Value]]] = {
         {
             "cpu": lambda s: resident_bytes(s.pid),
             "gpu": lambda s: s.memory_gpu,
-            "pinned": lambda s: s.memory_pinned,
+            "pinned": lambda s: 0,
         },
     ),
     "nv_trt_llm_kv_cache_block_metrics": (
