@@ -171,7 +171,7 @@ def reported(ids: list[int], value: float, top: list[tuple[int, float]]) -> Chun
     return chunk
 
 
-@pytest.mark.parametrize("kind", ["chat", "response", "completion"])
+@pytest.mark.parametrize("kind", ["chat", "completion"])
 def test_many_log_probabilities_are_written_in_a_thread(kind: str) -> None:
     """Else all others of the process would wait, 1.6 s for 32 answers of 1500 tokens."""
     decoder, threads = DeltaDecoder(byte_level(), skip_special_tokens=False), []
@@ -181,22 +181,14 @@ def test_many_log_probabilities_are_written_in_a_thread(kind: str) -> None:
             threads.append(threading.current_thread() is threading.main_thread())
             return "a" if kind == "completion" else chat_token(b"a")
 
-    reply: Any = SimpleNamespace(
-        _request=SimpleNamespace(
-            logprobs=20 if kind == "completion" else True, top_logprobs=20, max_tokens=None
-        ),
-        _turn=SimpleNamespace(served=SimpleNamespace(chat_tokens=Texts())),
-        _served=SimpleNamespace(token_texts=Texts()),
-        _decoder=decoder,
-        _top=20,
-    )
+    served: Any = SimpleNamespace(chat_tokens=Texts(), token_texts=Texts())
+    request = SimpleNamespace(logprobs=20, max_tokens=None)
+    reply: Any = SimpleNamespace(_request=request, _served=served, _decoder=decoder)
     for tokens in (1, 100):
         chunk = reported([5] * tokens, -1.0, [(token, -2.0) for token in range(20)])
         made: Any
         if kind == "chat":
-            made = chat._Reply._log_probs(reply, chunk)
-        elif kind == "response":
-            made = chat.Answer.log_probs(reply, chunk)
+            made = chat.token_log_probs(served, chunk, 20)
         else:
             made = completions._Reply._lists(reply, chunk, [], 0)
         threads.clear()
@@ -214,7 +206,9 @@ def test_what_is_kept_for_a_client_that_does_not_read_is_counted(streaming: bool
     for n in range(100):
         code = protocol.FINISHED_LENGTH if n == 99 else protocol.RUNNING
         stream.on_token(n, code, protocol.RowReport(1, log_prob=-1.0, top_logprobs=report))
+        if n == 50:
+            streams.arrived(stream)
     assert streams.held() >= 100 * len(report)
     streams.arrived(stream)
-    asyncio.run(anext(streams))
+    assert len(asyncio.run(anext(streams))[1].ids) == 100
     assert (streams.held() >= 100 * len(report)) == (not streaming)  # a whole answer is kept until it is sent

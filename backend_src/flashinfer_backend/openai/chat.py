@@ -230,6 +230,12 @@ def render(served: ServedModel, conversation: Conversation) -> str:
     )
 
 
+async def token_log_probs(served: ServedModel, chunk: Chunk, top: int) -> list[Raw]:
+    """Log probabilities of a chunk's tokens, each with `top` alternatives."""
+    write = partial(chat_log_probs, chunk, served.chat_tokens, top)
+    return await in_thread_if_many(write, len(chunk.ids), top)
+
+
 class Answer:
     """One sequence of a turn: its chunks become events."""
 
@@ -250,10 +256,7 @@ class Answer:
 
     async def log_probs(self, chunk: Chunk) -> list[Raw]:
         """Those of a chunk's tokens, if they are wanted with the events of content."""
-        if self._top is None:
-            return []
-        write = partial(chat_log_probs, chunk, self._turn.served.chat_tokens, self._top)
-        return await in_thread_if_many(write, len(chunk.ids), self._top)
+        return [] if self._top is None else await token_log_probs(self._turn.served, chunk, self._top)
 
     def take(self, chunk: Chunk, probs: Sequence[Raw] = ()) -> list[Event]:
         """What a chunk says; sets `finish` with the last one. Ids behind the end of the answer are taken off
@@ -412,13 +415,7 @@ class _Reply(Choices):
         super().__init__(turn.served, request, turn.streams, "chatcmpl", kind)
         self._turn, self._request = turn, request
         self._answers = [Answer(turn, stream) for stream in turn.streams.all]
-
-    async def _log_probs(self, chunk: Chunk) -> list[Raw]:
-        if not self._request.logprobs:
-            return []
-        top = self._request.top_logprobs or 0
-        write = partial(chat_log_probs, chunk, self._turn.served.chat_tokens, top)
-        return await in_thread_if_many(write, len(chunk.ids), top)
+        self._top = request.top_logprobs or 0
 
     async def _take(self, stream: Stream, chunk: Chunk) -> list[Event]:
         self._usage.note(stream, chunk)
@@ -465,7 +462,9 @@ class _Reply(Choices):
             if not self._request.logprobs:
                 yield choice
                 continue
-            probs = [each for chunk in found for each in await self._log_probs(chunk)]
+            probs = [
+                each for chunk in found for each in await token_log_probs(self._turn.served, chunk, self._top)
+            ]
             yield choice | {"logprobs": {"content": probs}}
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -500,7 +499,7 @@ class _Reply(Choices):
             if request.return_token_ids:
                 ids.setdefault(index, []).extend(chunk.ids)
             if request.logprobs:
-                probs.setdefault(index, []).extend(await self._log_probs(chunk))
+                probs.setdefault(index, []).extend(await token_log_probs(self._turn.served, chunk, self._top))
             for each in events:
                 yield chunk_of(index, _delta(answer, each))
             if answer.finish is not None:
