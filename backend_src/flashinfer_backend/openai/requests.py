@@ -235,7 +235,8 @@ class ChatRequest(Sampling, kw_only=True):
         super().__post_init__()
         if self.modalities not in (None, ["text"]):
             raise wrong_value("modalities", self.modalities, '["text"]: only text is supported')
-        _refuse_store(self.store)
+        if self.store:
+            raise field_error("store", "should be false: this server keeps nothing")
         _check_end(self)
         for name, instead in {
             "audio": "only text is supported",
@@ -597,8 +598,3 @@ def _check_words(name: str, words: Sequence[str]) -> None:
 def _check_end(request: ChatRequest | TokenizeRequest) -> None:
     if request.add_generation_prompt and request.continue_final_message:
         raise field_error("add_generation_prompt", "should be false or left out with continue_final_message")
-
-
-def _refuse_store(store: bool | None) -> None:
-    if store:
-        raise field_error("store", "should be false: this server keeps nothing")

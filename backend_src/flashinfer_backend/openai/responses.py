@@ -253,11 +253,11 @@ def messages_of(
         else:
             text = _thought(item.get("content"), f"input[{n}].content")
             text = text or unwrapped_text(item.get("encrypted_content"), f"input[{n}].encrypted_content")
-            if text:
-                _assistant(messages, new=True)["reasoning_content"] = text
+            if not text:
+                continue
+            _assistant(messages, new=True)["reasoning_content"] = text
         content = "output" if kind in CALL_OUTPUTS else "content"
-        if len(messages) > len(places) or kind in CALL_FIELDS:
-            places[len(messages) - 1 :] = [Place(f"input[{n}]", f"input[{n}].{content}")]
+        places[len(messages) - 1 :] = [Place(f"input[{n}]", f"input[{n}].{content}")]
     if not messages:
         raise field_error("input", "holds only reasoning without text; it should have a message")
     merged: list[dict[str, Any]] = []
