@@ -433,7 +433,7 @@ def test_a_mask_has_the_tokens_that_the_matcher_takes(compiler, kind, text):
 
 def test_rows_move_on_together(compiler):
     grammars, alone = [[compiler.compile(*each, 1) for each in FOLLOWED] for _ in range(2)]
-    rows, rng = SequenceGrammars("bundled", 2048), random.Random(3)
+    rows, rng = SequenceGrammars(2048), random.Random(3)
     for _ in range(10):
         moves = []
         for grammar, other in zip(grammars, alone, strict=True):
@@ -448,7 +448,7 @@ def test_rows_move_on_together(compiler):
 
 
 def test_a_row_that_fails_leaves_the_others_alone(compiler):
-    rows = SequenceGrammars("bundled", 2048)
+    rows = SequenceGrammars(2048)
     good, wrong = compiler.compile("regex", "a{5}", 1), compiler.compile("regex", "a{5}", 1)
     (token,) = [i for i in tokens_of(good.masks[0]) if good.matcher.validate_tokens([i] * 5) == 5][:1]
     rows.advance([Move(good, [token]), Move(wrong, [5])])
@@ -476,7 +476,7 @@ def masks_along(grammar: Grammar, draft: list[int], end_id: int) -> list[list[in
 @pytest.mark.parametrize("end_id", [1, -1, 40])
 def test_rows_have_a_mask_for_each_token_of_their_drafts(compiler, end_id):
     """Drafts that follow, that stray, and that go on behind an end; none leaves a trace."""
-    rng, rows = random.Random(end_id), SequenceGrammars("bundled", 2048)
+    rng, rows = random.Random(end_id), SequenceGrammars(2048)
     text = TextTokenizer(resolve_model_dir("bundled")).backend.encode("cat 12", add_special_tokens=False).ids
     kinds = [*FOLLOWED, ("regex", "cat [0-9]{2}")]
     grammars, alone = [[compiler.compile(*kind, end_id) for kind in kinds] for _ in range(2)]
@@ -508,7 +508,7 @@ def test_rows_have_a_mask_for_each_token_of_their_drafts(compiler, end_id):
 
 
 def test_tokens_behind_the_end_of_a_text_are_not_followed(compiler):
-    rows, tokens = SequenceGrammars("bundled", 2048), TextTokenizer(resolve_model_dir("bundled")).backend
+    rows, tokens = SequenceGrammars(2048), TextTokenizer(resolve_model_dir("bundled")).backend
     text = tokens.encode("cat 12", add_special_tokens=False).ids
     whole, stray = [compiler.compile("regex", "cat [0-9]{2}", -1) for _ in range(2)]
     rows.advance([Move(whole, [*text, 7, 7]), Move(stray, [*text[:2], text[0], 7])])

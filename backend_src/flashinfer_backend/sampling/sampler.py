@@ -87,7 +87,7 @@ class Sampler:
         self._ops, self._vocab_size = ops, vocab_size
         self._staging, self._last_token, self._lengths, self._drafts = staging, last_token, lengths, drafts
         self._history = TokenHistory(config.max_num_seqs, config.max_seq_len + 1, device, staging)
-        self.grammars = SequenceGrammars(config.tokenizer_dir or config.model_dir, vocab_size)
+        self.grammars = SequenceGrammars(vocab_size)
         self._states = SequenceStates(self.grammars, self._history)
         # What the last composition of rows was made to, and of what.
         self._composed: list[StatefulRow] | None = None

@@ -71,7 +71,7 @@ class SequenceStates:
         for new in plan.new:
             state = self._by_handle.get(new.handle)
             if state is None:
-                grammar = self._grammars.take(new) if new.params.grammar_type else None
+                grammar = self._grammars.take(new.handle) if new.params.grammar_type else None
                 state = SequenceState(new.handle, new.params, new.prompt_len, grammar)
                 self._by_handle[new.handle] = state
             state.slot, state.epoch = new.slot, new.epoch

@@ -420,8 +420,7 @@ class Scheduler:
 
     def _new_sequence(self, request: Request) -> NewSequence:
         params, slot = request.params, request.slot
-        looked_at = params.needs_history or bool(params.grammar_type)
-        tokens = request.known_tokens.astype("<i4").tobytes() if looked_at else b""
+        tokens = request.known_tokens.astype("<i4").tobytes() if params.needs_history else b""
         epoch = int(self.table.epoch[slot])
         return NewSequence(request.handle, slot, epoch, params, len(request.prompt), tokens)
 

@@ -14,9 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flashinfer_backend.core.step import NewSequence
-from flashinfer_backend.structured.compiler import GrammarCompiler
-from flashinfer_backend.structured.grammar import Grammar, GrammarError
+from flashinfer_backend.structured.grammar import Grammar
 
 MOST_THREADS = 16  # a mask takes 0.3 ms; the loop and the doors also need some
 
@@ -35,8 +33,7 @@ class SequenceGrammars:
     drafts that the step's rows have; followed() where it has to know whether the texts go on; stacked() for
     the masks. A draft leaves no trace in a grammar: the next advance() gets the tokens that were accepted."""
 
-    def __init__(self, model_dir: str, vocab_size: int) -> None:
-        self._compiler = GrammarCompiler(model_dir, vocab_size)
+    def __init__(self, vocab_size: int) -> None:
         self._made: dict[int, Grammar] = {}  # by handle
         self._words = -(-vocab_size // 32)
         self._threads = min(MOST_THREADS, max(1, len(os.sched_getaffinity(0)) - 2))
@@ -50,17 +47,9 @@ class SequenceGrammars:
         """The grammar of a sequence that the next plan says is new."""
         self._made[handle] = grammar
 
-    def take(self, new: NewSequence) -> Grammar:
-        """The grammar of a new sequence, as far as its tokens are; made here where the plan came from another
-        process. Raises GrammarError."""
-        grammar = self._made.pop(new.handle, None)
-        if grammar is None:
-            params = new.params
-            grammar = self._compiler.compile(params.grammar_type, params.grammar, params.end_id)
-            tokens = np.frombuffer(new.tokens, "<i4")[new.prompt_len :].tolist()
-            if (problem := grammar.advance(tokens) or grammar.fill()) is not None:
-                raise GrammarError(problem)
-        return grammar
+    def take(self, handle: int) -> Grammar:
+        """What was put for a sequence."""
+        return self._made.pop(handle)
 
     def advance(self, moves: Sequence[Move]) -> None:
         """Begin to move grammars on, each at most once; no other thread may use them until wait()."""
