@@ -245,6 +245,29 @@ CASES: dict[str, tuple[Make, str, list[Event]]] = {
         [*called("now", "{}"), *called("weather", XML_ARGUMENTS), content("Done")],
     ),
     "hermes, cut off before a name": (maker("hermes"), "A <tool_call>{", [content("A <tool_call>{")]),
+    "hermes, a call that breaks off": (
+        maker("hermes"),
+        '<tool_call>{"name": "now", "arguments": null, x}, or</tool_call> So <tool_call>{"name": "now"',
+        [*called("now", "{}"), content("So"), Event(CALL, "now")],
+    ),
+    "llama, cut off before a name": (maker("llama3_json"), ' {"name": "no', [content(' {"name": "no')]),
+    "mistral, no name": (maker("mistral"), 'A [TOOL_CALLS] {"a": 1}', [content('A [TOOL_CALLS] {"a": 1}')]),
+    "mistral, a list that breaks off": (
+        maker("mistral"),
+        '[TOOL_CALLS][{"name": "now", "arguments": {}}; 1',
+        [*called("now", "{}"), content("; 1")],
+    ),
+    "mistral, a list cut off": (maker("mistral"), "A [TOOL_CALLS] [ {", [content("A [TOOL_CALLS] [ {")]),
+    "xml, a number cut off": (
+        maker("qwen3_coder"),
+        "<tool_call><function=weather><parameter=days>\n12",
+        called("weather", '{"days": 12'),
+    ),
+    "xml, text in place of an end": (
+        maker("qwen3_coder"),
+        "<tool_call><function=now></function> Done.",
+        [*called("now", "{}"), content("Done.")],
+    ),
     "mistral, cut off before a name": (maker("mistral"), "A [TOOL_CALLS]wea", [content("A [TOOL_CALLS]wea")]),
     "qwen3_coder, cut off before a name": (
         maker("qwen3_coder"),
