@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.harness import serve, start_core
+from engine.harness import Client, serve, start_core
 from engine.test_graph_steps import replayed
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.sampling import processors, sampler
@@ -72,23 +72,30 @@ def test_tokens_before_the_one_that_fails_are_sent(tmp_path, monkeypatch):
 
 
 def test_stateful_rows_beside_the_one_that_fails_keep_their_tokens(tmp_path, monkeypatch):
-    penalised = SamplingParams(max_tokens=30, temperature=0.8, seed=3, frequency_penalty=0.5, end_id=-1)
+    told = {"log_probs": True, "max_tokens": 30, "end_id": -1}
+    penalised = SamplingParams(temperature=0.8, seed=3, frequency_penalty=0.5, **told)
+
+    def heard(client: Client, ids: list[int]) -> list[Any]:
+        """Tokens and log probabilities."""
+        return [(client.tokens[i], [report.log_prob for report in client.reports[i]]) for i in ids]
+
     with serve(start_core(Path("bundled")), tmp_path / "alone") as client:
-        alone = client.generate(STREAMS, penalised)
+        client.generate(STREAMS, penalised)
+        alone = heard(client, [1, 2, 3, 4])
     take = sampler.ReportedRows.take
 
     def fail_for_marked(self: Any, logits: Any, tokens: Any) -> Any:
-        if self.top_counts:
+        if max(self.top_counts):
             raise MemoryError("no room for log probabilities")
         return take(self, logits, tokens)
 
     monkeypatch.setattr(sampler.ReportedRows, "take", fail_for_marked)
     with serve(start_core(Path("bundled")), tmp_path / "beside") as client:
         ids = [client.submit(prompt, penalised) for prompt in STREAMS]
-        bad = client.submit([MARKED] * 33, SamplingParams(max_tokens=9, log_probs=True, end_id=-1))
+        bad = client.submit([MARKED] * 33, SamplingParams(top_logprobs=1, **told))
         client.wait([*ids, bad])
         assert list(client.failure) == [bad]
-        assert [client.tokens[i] for i in ids] == alone
+        assert heard(client, ids) == alone
 
 
 @pytest.mark.parametrize("reuse", [True, False])
