@@ -28,13 +28,6 @@ class KVCacheFormat:
     dtype: torch.dtype
     scales: tuple[tuple[float, float], ...] = ()
 
-    def __post_init__(self) -> None:
-        expected = self.num_layers if self.dtype.itemsize == 1 else 0
-        if len(self.scales) != expected:
-            raise ValueError(
-                f"a cache of {self.dtype} has scales of {expected} layers, not {len(self.scales)}"
-            )
-
     def scales_of(self, layer: int) -> tuple[float, float]:
         """What a layer's stored keys and values are multiplied by."""
         return self.scales[layer] if self.scales else (1.0, 1.0)

@@ -18,8 +18,6 @@ class BlockPool:
     def __init__(self, num_blocks: int, tail: int | None = None) -> None:
         """tail: how many blocks in front of a block its tokens read, which a window bounds
         (CacheGroup.tail); None: all of them."""
-        if num_blocks < 2:
-            raise ValueError(f"a KV cache needs at least 2 blocks, got {num_blocks}")
         self.num_blocks = num_blocks - 1
         self.tail = tail
         self.committed = 0  # of a group with a window: blocks that running sequences hold or were promised

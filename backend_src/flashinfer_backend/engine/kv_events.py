@@ -263,10 +263,7 @@ class KVEvents:
 
     def stored(self, request: Request, column: int) -> None:
         size, keys = self._block_size, request.block_keys
-        if request.slot >= 0:
-            tokens = self._table.tokens[request.slot, column * size : (column + 1) * size].tolist()
-        else:
-            tokens = request.known_tokens[column * size : (column + 1) * size].tolist()
+        tokens = self._table.tokens[request.slot, column * size : (column + 1) * size].tolist()
         last: list[Any] = self._events[-1] if self._events else [""]
         if last[0] == "BlockStored" and column and last[1][-1] == keys[column - 1]:
             last[1].append(keys[column])

@@ -101,8 +101,6 @@ class Sampler:
 
     def guided(self, plan: StepPlan) -> list[StatefulRow]:
         """Rows that can be sampled only after the tokens of all earlier steps were read."""
-        if not len(plan.stateful):
-            return []
         return [row for row in self._states.rows(plan) if row.state.grammar is not None]
 
     def sample(self, logits: Tensor, position: Tensor, plan: StepPlan) -> Tensor:

@@ -44,8 +44,6 @@ class KVCacheManager:
         """pools: by group, with that of the group without a window, if there is one, before the others.
         snapshots: of states, where layers keep some, by the key of the last block before each. drafts: how
         many tokens a decode row checks at most besides its own."""
-        if not pools or any(pool.tail is None for pool in pools[1:]):
-            raise ValueError("a KV cache has one group without a window at most, which is its first")
         self.pools = list(pools)
         self.block_size = block_size
         self.reuse = reuse
