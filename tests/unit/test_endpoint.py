@@ -162,6 +162,25 @@ def test_a_sequence_from_its_submission_to_its_end(ends: Ends) -> None:
     assert ends.link.up
 
 
+def test_no_more_is_sent_to_an_engine_than_it_can_run_and_queue_twice(ends: Ends) -> None:
+    """It would refuse the rest, once it had read it: clients that leave at once could send it any number.
+    What has left counts until the engine has ended it."""
+    status = ends.begin()
+    refused = Answer()
+    for limit in (2, 0):
+        ends.socket.send_status(msgspec.structs.replace(status, max_num_seqs=1, max_queue_size=limit))
+        wait_for(lambda limit=limit: ends.link.status.max_queue_size == limit)
+        answers = [ends.submit() for _ in range(6)]
+        if limit:
+            ends.link.cancel(answers[0].handle)
+            assert ends.link.submit(refused, PROMPT, PARAMS, 0, 0, 0) == refused.handle == 0
+            ((why, known),) = refused.told
+            assert why.startswith(f"{protocol.QUEUE_FULL} of 2 has been reached") and known
+            ends.tokens((answers[0], NO_TOKEN, protocol.FINISHED_CANCELLED))
+            wait_for(lambda answers=answers: answers[0].told)
+            ends.submit()
+
+
 def test_an_engine_that_ends_fails_what_is_open_and_the_next_one_gets_nothing_of_it(ends: Ends) -> None:
     ends.begin()
     answer, trace = ends.submit(0, 0, 0, 5), ends.link.profile(3)

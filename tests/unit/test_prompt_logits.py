@@ -2,6 +2,7 @@
 """Logits of prompts in the OpenAI API: who has room for them, how they arrive, and what is made of them."""
 
 import asyncio
+import dataclasses
 import json
 import random
 import threading
@@ -15,6 +16,7 @@ import pytest
 from flashinfer_backend.core.gate import Gate, Place
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.link import EngineLink, LogitsRoom
 from flashinfer_backend.openai.log_probs import (
     TokenTexts,
@@ -101,7 +103,7 @@ class Sent:
     """Engines that keep what is submitted."""
 
     def __init__(self) -> None:
-        self.up = True
+        self.up, self.full = True, False
         self.status = SimpleNamespace(vocab_size=VOCAB)
         self.submitted: list[tuple[Any, SamplingParams, int]] = []
         self.cancelled: list[int] = []
@@ -110,6 +112,10 @@ class Sent:
         self.freed = self.said_free.append
 
     def submit(self, sink: Any, prompt: bytes, params: SamplingParams, share: int, *rest: int) -> int:
+        if self.full:
+            self.submitted.append((sink, params, share))
+            sink.on_failure(protocol.QUEUE_FULL, True)
+            return 0
         sink.handle = len(self.submitted) + 1
         self.submitted.append((sink, params, share))
         return int(sink.handle)
@@ -145,12 +151,29 @@ def test_logits_are_reduced_beside_the_event_loop_and_free_their_room_then() -> 
             await asyncio.sleep(0.001)
         assert engines.said_free == [first.handle]
         streams.leave()
-        assert {other.handle, later.handle} <= set(engines.cancelled)
+        streams.cancel()
+        assert {other.handle, later.handle} <= {*engines.cancelled} and len(engines.cancelled) == 2, "once"
         later.on_token(protocol.NO_TOKEN, protocol.FINISHED_CANCELLED, None)
         next_one = link.generate([(row(1), 1)], DECODER, reduce).all[0]
         while not next_one.handle:
             await asyncio.sleep(0.001)
         assert engines.said_free == [first.handle, later.handle]
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_of_a_prompt_whose_first_sequence_is_refused_no_others_are_tried() -> None:
+    engines = Sent()
+    engines.full = True
+
+    async def run() -> None:
+        link = EngineLink(engines, asyncio.get_running_loop(), LogitsRoom())  # type: ignore[arg-type]
+        plain = dataclasses.replace(row(1), params=SamplingParams(max_tokens=1))
+        streams = link.generate([(plain, 100)], DECODER)
+        with pytest.raises(ApiError, match=protocol.QUEUE_FULL) as error:
+            async for _ in streams:
+                pass
+        assert error.value.status == 429 and len(engines.submitted) == 1 and not engines.cancelled
 
     asyncio.run(asyncio.wait_for(run(), 30))
 

@@ -32,6 +32,9 @@ log = logging.getLogger(__name__)
 
 STEP_POLL_MS = 2  # how soon it is seen that a step with prompts has ended before it was expected to
 DECODE_POLL_MS = 10  # the same of other steps, whose time hardly changes from one to the next
+# Messages are taken in for this share of the time since the last ones were, also when a step is due. Else
+# long steps would leave the loop behind: it took in ten a step, and doors can send thousands a second.
+RECEIVE_SHARE = 0.25
 
 
 class EngineLoop:
@@ -65,6 +68,7 @@ class EngineLoop:
         self.generated_tokens = 0
         self.last_plan = (0, 0, 0)  # prefill rows, decode rows, prefill tokens
         self._next_status = 0.0
+        self._received = time.monotonic()  # when messages were last taken in
 
     def run(self) -> None:
         """Until `socket` is closed: the engine's parent has ended, or the engine was told to end."""
@@ -108,6 +112,8 @@ class EngineLoop:
             timeout_ms = self.config.stats_check_period_ms
             poll_ms = self.preparations.poll_ms
             timeout_ms = timeout_ms if poll_ms is None else min(timeout_ms, poll_ms)
+        now = time.monotonic()
+        least = now + RECEIVE_SHARE * (now - self._received)
         while not self.socket.closed:
             left_s = self._time_to_plan()
             until = time.monotonic() + left_s
@@ -116,11 +122,12 @@ class EngineLoop:
             if 0.0 < rest_s < 0.001:  # the socket waits for whole milliseconds
                 time.sleep(rest_s)
             idle = True
-            for message in self.socket.receive(max(timeout_ms, wait_ms), until):
+            for message in self.socket.receive(max(timeout_ms, wait_ms), max(until, least)):
                 self._handle(message)
                 idle = False  # a prompt may want to be planned earlier
             if time.monotonic() >= until or (idle and rest_s < 0.001):
                 break
+        self._received = time.monotonic()
 
     @property
     def _poll_ms(self) -> int:
@@ -367,6 +374,7 @@ class EngineLoop:
             max_seq_len=self.config.max_seq_len,
             max_input_len=self.config.max_input_len,
             max_num_seqs=self.config.max_num_seqs,
+            max_queue_size=self.config.max_queue_size,
             block_size=self.config.tokens_per_block,
             blocks_total=pool.num_blocks,
             longest_seq_len=self.longest_seq_len,

@@ -111,6 +111,8 @@ class EngineLink:
                 seed = (params.seed + number) % 2**64
                 params = msgspec.structs.replace(params, seed=seed, context_logits=False)
             handle = self.engines.submit(stream, prompt, params, first, row.priority, timeout_us)
+            if not handle:  # refused, with which the whole request fails
+                return
             first = handle if first == LEADS else first
 
 
@@ -249,6 +251,7 @@ class Streams:
         self._open: int | None = None
         self._failure: Exception | None = None
         self._taken = 0  # bytes of whole answers that were taken
+        self._cancelled = False
 
     def held(self) -> int:
         """Bytes that are kept of its answers until the client reads them."""
@@ -275,6 +278,10 @@ class Streams:
         self._wake()
 
     def cancel(self) -> None:
+        """Ends all sequences that still run. Each is told once, however often this is called."""
+        if self._cancelled:
+            return
+        self._cancelled = True
         for stream in reversed(self.all):  # or the place of one that waits would go to the next
             if stream.logits is not None:
                 stream.logits.abandon()

@@ -18,6 +18,7 @@ from typing import Protocol
 
 import zmq
 
+from flashinfer_backend.core.bounds import MOST_SENT
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.transport import protocol
 from flashinfer_backend.transport.keeper_handle import EngineStartError
@@ -40,13 +41,13 @@ class EngineDown(RuntimeError):
 class Sink(Protocol):
     """Takes what the engine sends for one sequence; called on the link's thread, must not block."""
 
-    handle: int  # set by submit() before anything can arrive
+    handle: int  # set by submit() before anything can arrive; not set where it is refused
 
     def on_token(self, token: int, code: int, report: protocol.RowReport | None) -> None:
         """A token (or NO_TOKEN) and a finish code; nothing follows a code other than RUNNING."""
 
     def on_failure(self, message: str, refused: bool) -> None:
-        """The sequence ends without result; `refused`: the engine never admitted it."""
+        """The sequence ends without result; `refused`: the engine never admitted it. By submit() as well."""
 
 
 class Endpoint:
@@ -119,22 +120,36 @@ class Endpoint:
         timeout_us: int,
         to_compute: int = 0,
     ) -> int:
-        """Hands a sequence to the engine and returns its handle. Raises EngineDown.
+        """Hands a sequence to the engine and returns its handle; 0 where it is refused. Raises EngineDown.
 
         share_prompt_with: handle of the first sequence with this prompt, LEADS for that first one. priority,
         timeout_us: as in protocol.Submit. to_compute: tokens of the prompt that are probably not cached.
         """
         with self._lock:
-            local_id = self._next_id()
-            sink.handle = handle = protocol.make_handle(self._pid, local_id)
-            self._sinks[local_id] = sink
-            if to_compute:
-                self._prompts[local_id] = to_compute
-                self._to_compute += to_compute
-            shared = handle if share_prompt_with == LEADS else share_prompt_with
-            self._send(protocol.Submit(handle, prompt, params, shared, priority, timeout_us))
+            local_id, refusal = self._next_id(), self._too_many()
+            if refusal is None:
+                sink.handle = handle = protocol.make_handle(self._pid, local_id)
+                self._sinks[local_id] = sink
+                if to_compute:
+                    self._prompts[local_id] = to_compute
+                    self._to_compute += to_compute
+                shared = handle if share_prompt_with == LEADS else share_prompt_with
+                self._send(protocol.Submit(handle, prompt, params, shared, priority, timeout_us))
+        if refusal is not None:
+            sink.on_failure(refusal, True)
+            return 0
         self._on_load()
         return handle
+
+    def _too_many(self) -> str | None:
+        """With the lock: why nothing more is submitted for now."""
+        status = self.status
+        if status is None or not status.max_queue_size:
+            return None
+        most = MOST_SENT * (status.max_num_seqs + status.max_queue_size)
+        if len(self._sinks) < most:
+            return None
+        return f"{protocol.QUEUE_FULL} of {status.max_queue_size} has been reached, please try again later"
 
     def profile(self, steps: int) -> Future[protocol.Profiled]:
         """Asks the engine to trace steps, or (0) to end that. Gives its answer, or EngineDown. Raises

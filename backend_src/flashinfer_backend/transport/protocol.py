@@ -183,6 +183,7 @@ class Status(msgspec.Struct):
     max_num_seqs: int
     block_size: int
     blocks_total: int
+    max_queue_size: int = 0  # 0: no limit
     longest_seq_len: int = 0  # the checkpoint's limit
     blocks_used: int = 0
     blocks_cached: int = 0

@@ -84,7 +84,7 @@ class OpenRequest:
             if self._dropped:
                 return False
             submit()
-            if self._ending:
+            if self._ending and sequence.handle:
                 self.cancel(sequence.handle)
             return True
 
