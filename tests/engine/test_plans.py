@@ -15,6 +15,7 @@ import pytest
 from engine.harness import asks, serve, start_core
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.core.step import StepPlan
+from flashinfer_backend.structured.compiler import GrammarCompiler
 from flashinfer_backend.worker.runner import Launched, Runner
 
 # Blocks for about three of the sequences, so that some are preempted; chunks of at most 32 tokens.
@@ -79,8 +80,16 @@ def replay(runner: Runner, plans: list[bytes]) -> list[list[int]]:
         while in_flight:
             read()
 
+    compiler, guided = GrammarCompiler("bundled", runner.state.model.spec.vocab_size), set()
     for data in plans:
-        in_flight.append(runner.launch(StepPlan.from_bytes(data), tokens_wanted=read_all))
+        plan = StepPlan.from_bytes(data)
+        for new in plan.new:  # grammars are no part of plans: the loop hands them to the sampler
+            if new.params.grammar_type and new.handle not in guided:
+                guided.add(new.handle)
+                grammar = compiler.compile(new.params.grammar_type, new.params.grammar, new.params.end_id)
+                assert grammar.fill() is None
+                runner.sampler.grammars.put(new.handle, grammar)
+        in_flight.append(runner.launch(plan, tokens_wanted=read_all))
         if len(in_flight) > 1:
             read()
     read_all()
