@@ -20,8 +20,10 @@ from flashinfer_backend.attention.grouped import GroupAttention, GroupedAttentio
 from flashinfer_backend.attention.torch_paged import TorchPagedAttention
 from flashinfer_backend.core.paths import BUNDLED, resolve_model_dir
 from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.core.step import StepPlan
+from flashinfer_backend.scheduler import scheduler
 from flashinfer_backend.worker import graphs, prefixes, runner
-from flashinfer_backend.worker.device_state import DeviceState
+from flashinfer_backend.worker.device_state import DeviceState, row_words
 from replayed import ReplayedCapture
 
 
@@ -142,7 +144,9 @@ def test_a_runner_with_graphs_gives_the_tokens_of_one_without(
     pieces: list[int] = []  # tokens of steps that go in pieces
     run = graphs.MixedGraphs.run
     monkeypatch.setattr(
-        graphs.MixedGraphs, "run", lambda own, ids, *rest: pieces.append(len(ids)) or run(own, ids, *rest)
+        graphs.MixedGraphs,
+        "run",
+        lambda own, plan, inputs, *rest: pieces.append(len(inputs[0])) or run(own, plan, inputs, *rest),
     )
     if feature == "adapters":
         options = {"max_loras": 2, "max_lora_rank": 8}
@@ -164,13 +168,53 @@ def test_a_runner_with_graphs_gives_the_tokens_of_one_without(
                     produced[-1] += client.generate(PROMPTS, alone)
     assert captures[0].replays > 50 and len(attentions) == 1 + windows
     for attention in attentions:
-        planned = attention.planned
-        assert sum(each.taken for each in planned) or feature in ("states", "experts")
+        assert sum(each.taken for each in attention.planned) or feature in ("states", "experts")
     assert (max(pieces, default=0) > 48) == (feature == "experts")
     assert feature != "one group" or sum(each.refused for each in attentions[0].planned)
     assert produced[0] == produced[1]
     if options:
         assert produced[0][0] == produced[0][2 * len(PROMPTS)] != produced[0][len(PROMPTS)]
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_steps_with_prompts_and_states_in_graphs(drafts: int, tmp_path: Path, monkeypatch: Any) -> None:
+    """A second turn of each, from snapshots: states are kept on the way, and restored, beside decode rows."""
+    replay_graphs(monkeypatch)
+    monkeypatch.setattr(graphs, "MIXED_SIZES", [16, 64, 160])
+    monkeypatch.setattr(scheduler, "SNAPSHOT_TOKENS", 16)
+    seen: set[str] = set()
+    upload = DeviceState.upload_rows
+
+    def noted(own: DeviceState, plan: StepPlan, rows: torch.Tensor, decodes: int) -> None:
+        prompts = plan.num_rows - own.state_decodes(plan)
+        if len(rows) > row_words(plan.num_rows):
+            found = prompts > 1, len(plan.cuts), len(plan.restored), prompts and plan.num_rows > prompts
+            names = "prompts", "cut", "restored", "both"
+            seen.update(name for name, has in zip(names, found, strict=True) if has)
+        upload(own, plan, rows, decodes)
+
+    monkeypatch.setattr(DeviceState, "upload_rows", noted)
+    folder = make_checkpoint("qwen3.5", tmp_path / "model")
+    options = {"tokens_per_block": 16, "max_num_seqs": 4, "enable_kv_cache_reuse": True}
+    if drafts:
+        options |= {"speculative_method": "ngram", "max_draft_len": drafts, "min_matching_ngram_size": 1}
+    params = [
+        SamplingParams(max_tokens=12 + 4 * i, temperature=0.7 * (i % 4 == 1), seed=i, end_id=-1)
+        for i in range(8)
+    ]
+    prompts = [2 * prompt[:14] for prompt in PROMPTS[:8]]
+    produced = []
+    for name in ("without", "graphs"):
+        core = start_core(folder, **options)
+        if name == "graphs":
+            graphed(core.runner.state)
+            core.runner.capture_graphs([4])
+        with serve(core, tmp_path / name) as client:
+            first = client.generate(prompts, params)
+            turns = [[*prompt, *answer, 9, 8] for prompt, answer in zip(prompts, first, strict=True)]
+            produced.append([first, client.generate(turns, params)])
+    assert produced[0] == produced[1]
+    assert seen == {"prompts", "cut", "restored", "both"}
 
 
 @pytest.mark.parametrize(("most", "sizes"), [(9, [8, 16]), (32, [8, 16, 32]), (50, [8, 16, 32, 48])])
@@ -185,7 +229,7 @@ def test_no_graph_is_captured_for_steps_beyond_the_budget(
     core.runner.capture_graphs([8])
     mixed = core.runner.mixed_graphs
     assert mixed is not None
-    assert [mixed.padded(size) for size in sizes] == sizes and mixed.largest == sizes[-1]
+    assert mixed.largest == sizes[-1]
 
 
 def test_decode_rows_beside_prompts_read_shared_prefixes_once(tmp_path: Path, monkeypatch: Any) -> None:

@@ -154,15 +154,15 @@ def test_drafts_have_kernels_of_their_own():
 
 
 def test_a_delta_net_has_one_variant_for_any_step():
-    """But where a kernel looks through more rows, or takes wider columns of more states. They compile for
-    Hopper."""
+    """But where a kernel looks through more rows, takes wider columns of more states, or has rows without
+    tokens. They compile for Hopper."""
     from flashinfer_backend.ops.torch_delta import DeltaRows, DeltaStates, DeltaWeights, inputs_kept
     from flashinfer_backend.ops.triton_delta import delta_net
 
     model = bundled(architectures=["Qwen3_5ForCausalLM"], model_type="qwen3_5_text")
     config = EngineConfig(model_dir="", max_seq_len=8192, max_num_seqs=256)
     kernels = {
-        "_decode_rows": 1,
+        "_decode_rows": 2,
         "_convolve_rows": 3,
         "_keep_inputs": 1,
         "_chunk_writes": 3,
@@ -182,16 +182,20 @@ def test_a_delta_net_has_one_variant_for_any_step():
             own = DeltaRows(slots[1:], starts, first[1:], held[1:] if drafts else None, decodes)
             if tokens == 4096:
                 own = own._replace(cuts=starts[1:], saves=slots[1:])
-            delta_net(qkv, z, a, b, weights, states, own)
+            delta_net(qkv, z, a, b, weights, states, own._replace(padded=rows == 7 or tokens == 70))
 
-    compiled = {}
+    compiled = []
     for drafts in (0, 3):
         own = replace(config, speculative_method="ngram", max_draft_len=drafts) if drafts else config
         ahead = ahead_of(model, own)
         assert {name: names(ahead)[name] for name in kernels} == kernels
         assert set(collect(lambda n=drafts: steps(n))) <= set(ahead)
-        compiled |= {kernel.__name__: (kernel, data) for kernel, data in ahead if kernel.__name__ in kernels}
-    assert prebuild_triton.compile_together(list(compiled.values())) == []
+        own_kernels = {
+            kernel.__name__: (kernel, data) for kernel, data in ahead if kernel.__name__ in kernels
+        }
+        padded = [each for each in ahead if each[0].__name__ == "_decode_rows"]
+        compiled += [*own_kernels.values(), *padded]
+    assert prebuild_triton.compile_together(compiled) == []
 
 
 @pytest.mark.parametrize(("format", "hidden"), [("dense", 4096), ("fp8_block", 2048)])

@@ -25,21 +25,23 @@ class Sizes(NamedTuple):
 
 
 class Case(NamedTuple):
-    """Rows of so many tokens, of which the first `decodes` decode; with drafts, up to so many of them."""
+    """Rows of so many tokens, of which the first `decodes` decode; with drafts, up to so many of them.
+    Padding: so many rows without tokens behind decode rows and behind the others, and tokens behind all."""
 
     sizes: Sizes
     lengths: list[int]
     decodes: int
     drafts: int = 0
+    padding: int = 0
 
 
 SMALL = Sizes(1, 2, 32)
 CASES = [
     Case(SMALL, [1, 1, 1], 3),
-    Case(SMALL, [1, 70, 128, 2], 1),
+    Case(SMALL, [1, 70, 128, 2], 1, padding=2),
     Case(Sizes(2, 2, 32), [3, 65], 0),
     Case(SMALL, [3, 1, 4, 2], 4, 3),
-    Case(Sizes(2, 4, 32), [1, 2, 1], 2, 2),
+    Case(Sizes(2, 4, 32), [1, 2, 1], 2, 2, padding=1),
 ]
 
 
@@ -63,12 +65,30 @@ def error(found: Tensor, exact: Tensor) -> float:
     return float((found - exact.double()).norm() / exact.double().norm())
 
 
+def padded(rows: DeltaRows, padding: int, slot: int) -> DeltaRows:
+    """The rows with those of a case's padding, in `slot`."""
+    decodes, starts = rows.decodes, rows.starts.tolist()
+
+    def spread(values: Tensor | None, *empty: int) -> Tensor | None:
+        if values is None:
+            return None
+        one, other = (torch.tensor([each] * padding).to(values) for each in (empty[0], empty[-1]))
+        return torch.cat([values[:decodes], one, values[decodes:], other])
+
+    edges = starts[decodes], starts[-1]
+    found = [spread(rows.slots, slot), spread(rows.starts[:-1], *edges), spread(rows.first, 5)]
+    assert found[1] is not None
+    found[1] = torch.cat([found[1], rows.starts[-1:]])
+    held, cuts, saves = spread(rows.held, 0), spread(rows.cuts, *edges), spread(rows.saves, slot)
+    return DeltaRows(*found, held, decodes + padding, cuts, saves, True)  # type: ignore[arg-type]
+
+
 def check(case: Case, where: str, dtype: torch.dtype) -> None:
     """Two steps; in the second one each row goes on where the first one ended, if it was a prompt, and
     otherwise behind some of its tokens."""
     from flashinfer_backend.ops import triton_delta
 
-    sizes, lengths, decodes, drafts = case
+    sizes, lengths, decodes, drafts, padding = case
     heads, dim, tokens, rows = sizes.value_heads, sizes.dim, sum(lengths), len(lengths)
     generator = torch.Generator().manual_seed(tokens)
 
@@ -80,7 +100,8 @@ def check(case: Case, where: str, dtype: torch.dtype) -> None:
 
     weights = normal(sizes.channels, WIDTH), normal(heads), normal(heads), 1 + 0.1 * normal(dim)
     kept = torch_delta.inputs_kept(WIDTH, drafts)
-    # Behind the slots and two others, those in which states are kept that rows have on their way.
+    # Behind the slots and two others, those in which states are kept that rows have on their way. Padding has
+    # the second of the two.
     places = 2 * rows + 2
     states = normal(places, heads, dim, dim), normal(places, kept, sizes.channels + 2 * heads)
     slots = words(torch.randperm(rows + 1, generator=generator)[:rows])
@@ -107,7 +128,7 @@ def check(case: Case, where: str, dtype: torch.dtype) -> None:
                 in_state[slots] == 0, (first - behind).clamp(min=0), in_state[slots]
             )
             held = torch_delta.count_held(in_state, slots, starts, first, decodes)
-        product, results = inputs_of(sizes, tokens, generator), []
+        product, results = inputs_of(sizes, tokens + padding, generator), []
         for (ops, device, kind), own in zip(kinds, own_states, strict=True):
             conv, a_log, dt_bias, norm = (x.to(device) for x in weights)
             given = DeltaWeights(conv.to(dtype).to(kind), a_log, dt_bias, norm.to(dtype).to(kind), 1e-6)
@@ -116,8 +137,12 @@ def check(case: Case, where: str, dtype: torch.dtype) -> None:
                 decodes,
                 *(x.to(device) for x in (cuts, saves)),
             )
+            if padding:
+                row = padded(row, padding, rows + 1)
             parts = split_inputs(sizes, product.to(dtype).to(device, kind))
-            results.append((ops.delta_net(*parts, given, own, row), own.recurrent))
+            result = ops.delta_net(*parts, given, own, row)
+            assert not result[tokens:].any(), "of padding"
+            results.append((result[:tokens], own.recurrent))
         for name, plain, found in zip(("results", "states"), *results, strict=True):
             assert error(found, plain) < allowed, f"{name} of {case}: {error(found, plain)}"
         for row in (cuts > starts[:-1]).nonzero()[:, 0].tolist():
@@ -137,22 +162,6 @@ def check(case: Case, where: str, dtype: torch.dtype) -> None:
         assert torch.equal(plain[others], found[others].cpu().float())
 
 
-def check_padding(where: str, dtype: torch.dtype) -> None:
-    """Tokens behind the last row get zeros; of some steps' graphs these are padding."""
-    from flashinfer_backend.ops import triton_delta
-
-    generator = torch.Generator().manual_seed(0)
-    parts = split_inputs(SMALL, inputs_of(SMALL, 9, generator).to(where, dtype))
-    slots, starts, first = (torch.tensor(n, dtype=torch.int32, device=where) for n in ([0], [0, 3], [0]))
-    heads, dim, channels = SMALL.value_heads, SMALL.dim, SMALL.channels
-    ones = torch.ones(channels, WIDTH, device=where)
-    weights = DeltaWeights(ones.to(dtype), ones[:heads, 0], ones[:heads, 0], ones[:dim, 0].to(dtype), 1e-6)
-    recurrent = torch.zeros(1, heads, dim, dim, device=where)
-    states = DeltaStates(recurrent, torch.zeros(1, WIDTH, channels + 2 * heads, dtype=dtype, device=where))
-    out = triton_delta.delta_net(*parts, weights, states, DeltaRows(slots, starts, first, None, 0))
-    assert out[:3].all() and not out[3:].any()
-
-
 def test_kernels_in_the_interpreter() -> None:
     interpreted(__file__)
 
@@ -164,4 +173,3 @@ if __name__ == "__main__":
     for case in CASES:
         check(case, "cpu", torch.float16)
     check(Case(SMALL, [1, 66, 2], 1), "cpu", torch.float32)
-    check_padding("cpu", torch.float32)

@@ -51,7 +51,9 @@ class DeltaRows(NamedTuple):
 
     cuts[R], saves[R]: the states behind the tokens before cuts[i], which lies within row i, are kept in slot
     saves[i] as well. Where cuts[i] is the row's start, none are; else it has as many tokens before it as the
-    convolution has inputs. None: no row keeps any."""
+    convolution has inputs. None: no row keeps any.
+
+    padded: rows can have no tokens, and tokens behind the last row are padding; neither changes a state."""
 
     slots: Tensor
     starts: Tensor
@@ -60,6 +62,7 @@ class DeltaRows(NamedTuple):
     decodes: int
     cuts: Tensor | None = None
     saves: Tensor | None = None
+    padded: bool = False
 
 
 def inputs_kept(width: int, drafts: int = 0) -> int:
@@ -89,7 +92,13 @@ def delta_net(
     tokens, of which those that are accepted enter the state in the next step, and the others leave nothing.
     """
     parts = qkv, z, a, b
-    if rows.cuts is None or rows.saves is None:
+    if rows.padded:
+        rows, out = _without_padding(rows), torch.zeros_like(z, memory_format=torch.contiguous_format)
+        if tokens := int(rows.starts[-1]):
+            qkv, z, a, b = (x[:tokens] for x in parts)
+            out[:tokens] = delta_net(qkv, z, a, b, weights, states, rows)
+        return out
+    if rows.cuts is None or rows.saves is None or torch.equal(rows.cuts, rows.starts[:-1]):
         return _delta_net(parts, weights, states, rows)
     starts, cuts = rows.starts.long(), rows.cuts.long()
     cut = cuts > starts[:-1]
@@ -107,6 +116,17 @@ def delta_net(
     behind = DeltaRows(rows.slots[cut], _edges(left), (rows.first + lengths)[cut], None, 0)
     out[~early] = _delta_net([x[token[~early]] for x in parts], weights, states, behind)
     return out
+
+
+def _without_padding(rows: DeltaRows) -> DeltaRows:
+    lengths = rows.starts[1:] - rows.starts[:-1]
+    own = lengths > 0
+    slots, first, held, cuts, saves = (
+        None if x is None else x[own] for x in (rows.slots, rows.first, rows.held, rows.cuts, rows.saves)
+    )
+    assert slots is not None and first is not None
+    decodes = int(own[: rows.decodes].sum())
+    return DeltaRows(slots, _edges(lengths[own]), first, held, decodes, cuts, saves)
 
 
 def _edges(lengths: Tensor) -> Tensor:

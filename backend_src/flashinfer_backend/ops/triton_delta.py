@@ -126,11 +126,18 @@ def _decode_rows(
     qkv, z, a, b, conv, a_log, dt_bias, norm, recurrent, inputs, slots, starts, first, held, out, eps,
     x_stride, z_stride, a_stride, b_stride,
     HEADS: tl.constexpr, SHARE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr,
-    TAPS: tl.constexpr, LENGTH: tl.constexpr, DRAFTS: tl.constexpr, NATIVE: tl.constexpr,
+    TAPS: tl.constexpr, LENGTH: tl.constexpr, DRAFTS: tl.constexpr, PADDED: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
     # All of a layer for one head of a row. What a row reads of `inputs` no program writes in this step.
     _begin(NATIVE)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    start, end = row, row + 1
+    if DRAFTS or PADDED:
+        start, end = tl.load(starts + row).to(tl.int64), tl.load(starts + row + 1).to(tl.int64)
+    if PADDED:  # noqa: SIM102  (one condition would be computed in all variants)
+        if start == end:
+            return
     KEYS: tl.constexpr = HEADS // SHARE * DK
     C: tl.constexpr = 2 * KEYS + HEADS * DV
     KEPT: tl.constexpr = C + 2 * HEADS
@@ -140,10 +147,8 @@ def _decode_rows(
     log, bias = tl.load(a_log + head), tl.load(dt_bias + head)
     norm_weight = tl.load(norm + value)
     slot, place = tl.load(slots + row).to(tl.int64), tl.load(first + row)
-    start, end = row, row + 1
     begin = place
     if DRAFTS:
-        start, end = tl.load(starts + row).to(tl.int64), tl.load(starts + row + 1).to(tl.int64)
         begin = place - tl.load(held + row)
     inputs += slot * (LENGTH * KEPT)
     cells = recurrent + ((slot * HEADS + head) * DK + key)[:, None] * DV + value[None, :]
@@ -225,6 +230,8 @@ def _keep_inputs(
     row = tl.program_id(0)
     c, j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :], tl.arange(0, TAPS)[:, None]
     place, start = tl.load(first + row), tl.load(starts + row)
+    if start == tl.load(starts + row + 1):
+        return
     cut = tl.load(cuts + row)
     for at in tl.static_range(2):
         slot = tl.load((slots if at == 0 else saves) + row).to(tl.int64)
@@ -335,6 +342,8 @@ def _chunk_states(
     head, row = tl.program_id(1), tl.program_id(2)
     i, key, value = tl.arange(0, SIZE), tl.arange(0, DK), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     start, cut, end = tl.load(starts + row), tl.load(cuts + row), tl.load(starts + row + 1)
+    if start == end:
+        return
     slot = tl.load(slots + row).to(tl.int64)
     cells = recurrent + ((slot * HEADS + head) * DK + key)[:, None] * DV + value[None, :]
     state = tl.load(cells, mask=(key >= 0)[:, None] & (tl.load(first + row) > 0), other=0.0)
@@ -417,6 +426,7 @@ def delta_net(
             **(sizes | conv | launch),
             TAPS=taps,
             DRAFTS=rows.held is not None,
+            PADDED=rows.padded,
             num_warps=4 if dk * dv <= 128 * 128 else 8,
         )
     if not prompts:
@@ -429,7 +439,8 @@ def delta_net(
     blocks = triton.cdiv(channels, _CHANNELS)
     conv |= {"C": channels, "KEPT": channels + 2 * heads, "BLOCK": _CHANNELS}
     searched = next(size for size in SEARCHED if prompts <= size)
-    _convolve_rows[(tokens - decodes) // _TOKENS + prompts, blocks](
+    most = tokens if rows.padded else tokens - decodes  # of prompts
+    _convolve_rows[most // _TOKENS + prompts, blocks](
         *(qkv, weights.conv, states.inputs, slots, starts, first, convolved, prompts, strides[0]),
         **(conv | launch),
         TOKENS=_TOKENS,
@@ -442,7 +453,7 @@ def delta_net(
         torch.empty(tokens, heads, size, dtype=qkv.dtype, device=qkv.device) for size in (dv, dk, CHUNK, dv)
     )
     factors = torch.empty(tokens, heads, 3, dtype=torch.float32, device=qkv.device)
-    tiles = (tokens - decodes) // CHUNK + (prompts if cuts is starts else 2 * prompts)
+    tiles = most // CHUNK + (prompts if cuts is starts else 2 * prompts)
     _chunk_writes[tiles, heads](
         *(convolved, a, b, weights.a_log, weights.dt_bias, starts, cuts, u, w, scores, factors, prompts),
         *strides[2:],
@@ -451,9 +462,8 @@ def delta_net(
         ROWS=searched,
     )
     columns = min(_STATE_COLUMNS, dv)
-    if (
-        prompts * heads * (dv // columns) > 2 * device.sms()
-    ):  # fewer programs read queries and keys less often
+    many = prompts * heads * (dv // columns) > 2 * device.sms()
+    if many and not rows.padded:  # fewer programs read queries and keys less often
         columns = min(2 * columns, dv)
     _chunk_states[dv // columns, heads, prompts](
         *(convolved, u, w, scores, factors, states.recurrent, slots, starts, first, cuts, saves, results),

@@ -32,7 +32,11 @@ from flashinfer_backend.speculate.proposer import Proposer
 from flashinfer_backend.worker.prefixes import SharedPrefixes
 
 MOST_DEFERRED = 16  # tokens of a sequence that a proposer takes in at once
-NONE_BEFORE = np.zeros(1, np.int32)  # the start of a step's first row
+
+
+def row_words(rows: int) -> int:
+    """Words of DeviceState.upload_rows."""
+    return 4 * rows + 1
 
 
 class DeviceState:
@@ -201,44 +205,74 @@ class DeviceState:
         return slots, snapshots + self.dummy_slot
 
     def recurrent(self, plan: StepPlan, positions: torch.Tensor) -> Recurrent | None:
-        """What layers that keep states are told of the plan's rows; positions: of its tokens. With drafts,
-        rows of given tokens are none that a state waits for, however short they are."""
+        """What layers that keep states are told of the plan's rows; positions: of its tokens."""
         if self.states is None:
             return None
-        parts = [plan.slots, np.concatenate([NONE_BEFORE, np.cumsum(plan.lengths, dtype=np.int32)])]
-        if len(plan.cuts):
-            rows, tokens, snapshots = plan.cuts.T
-            cuts, saves = parts[1][:-1].copy(), plan.slots.copy()
-            cuts[rows] += tokens
-            saves[rows] = snapshots + self.dummy_slot
-            parts += [cuts, saves]
-        slots, starts, *kept = self.staging.upload(parts).split([len(part) for part in parts])
-        longer = (plan.lengths > 1).nonzero()[0]
-        decodes = int(longer[0]) if len(longer) else plan.num_rows
-        if self._in_state is not None:
-            decodes = plan.num_decodes
-        return self._recurrent(slots, starts, positions[starts[:-1]], decodes, *kept)
+        decodes = self.state_decodes(plan)
+        rows = torch.empty(row_words(plan.num_rows), dtype=torch.int32, device=self.device)
+        self.upload_rows(plan, rows, decodes)
+        return self._recurrent(rows, positions, decodes, padded=False)
+
+    def recurrent_padded(self, rows: torch.Tensor, positions: torch.Tensor, decodes: int) -> Recurrent | None:
+        """The same of rows that a graph reads. upload_rows(plan, rows, decodes) gives it a step's."""
+        return None if self.states is None else self._recurrent(rows, positions, decodes, padded=True)
 
     def recurrent_decodes(self, slots: torch.Tensor, positions: torch.Tensor, feeds: int) -> Recurrent | None:
         """The same of rows of as many tokens each, of which padding is as drafts that are rejected."""
         if self.states is None:
             return None
         starts = feeds * torch.arange(len(slots) + 1, dtype=torch.int32, device=self.device)
-        return self._recurrent(slots, starts, positions[::feeds].contiguous(), len(slots))
+        own = slots, starts, positions[::feeds].contiguous()
+        return Recurrent(self.states.layers, DeltaRows(*own, self._held(*own, len(slots)), len(slots)))
+
+    def state_decodes(self, plan: StepPlan) -> int:
+        """How many rows in front are decode rows for layers that keep states: with drafts, rows of given
+        tokens are none that a state waits for, however short they are."""
+        if self._in_state is not None:
+            return plan.num_decodes
+        longer = (plan.lengths > 1).nonzero()[0]
+        return int(longer[0]) if len(longer) else plan.num_rows
+
+    def upload_rows(self, plan: StepPlan, rows: torch.Tensor, decodes: int) -> None:
+        """Write the plan's rows to `rows`, int32 [row_words(n)], with room for `decodes` decode rows and
+        n - decodes others: slots, cuts and saves [n], starts [n + 1]. What no row takes is a row without
+        tokens, in the dummy slot."""
+        room, own = len(rows) // 4, self.state_decodes(plan)
+        host = self.staging.begin(len(rows))
+        slots, cuts, saves = host[: 3 * room].reshape(3, room)
+        starts = host[3 * room :]
+        places = np.arange(plan.num_rows)
+        places[own:] += decodes - own
+        slots[:] = self.dummy_slot
+        slots[places] = plan.slots
+        lengths = np.zeros(room, np.int32)
+        lengths[places] = plan.lengths
+        starts[0] = 0
+        np.cumsum(lengths, out=starts[1:])
+        cuts[:], saves[:] = starts[:-1], slots
+        if len(plan.cuts):
+            cut, tokens, snapshots = plan.cuts.T
+            cuts[places[cut]] += tokens
+            saves[places[cut]] = snapshots + self.dummy_slot
+        self.staging.send(rows)
 
     def _recurrent(
-        self,
-        slots: torch.Tensor,
-        starts: torch.Tensor,
-        first: torch.Tensor,
-        decodes: int,
-        *kept: torch.Tensor,
+        self, rows: torch.Tensor, positions: torch.Tensor, decodes: int, padded: bool
     ) -> Recurrent:
         assert self.states is not None
-        own, held = (slots, starts, first), None
-        if self._in_state is not None:
-            held = self.ops.count_held(self._in_state, *own, decodes)
-        return Recurrent(self.states.layers, DeltaRows(*own, held, decodes, *kept))
+        room = len(rows) // 4
+        slots, cuts, saves, starts = rows.split([room, room, room, room + 1])
+        first = positions[starts[:-1].clamp(max=len(positions) - 1)]
+        own = slots, starts, first
+        found = DeltaRows(*own, self._held(*own, decodes), decodes, cuts, saves, padded)
+        return Recurrent(self.states.layers, found)
+
+    def _held(
+        self, slots: torch.Tensor, starts: torch.Tensor, first: torch.Tensor, decodes: int
+    ) -> torch.Tensor | None:
+        if self._in_state is None:
+            return None
+        return self.ops.count_held(self._in_state, slots, starts, first, decodes)
 
     def update_adapters(self, plan: StepPlan) -> None:
         """Note the adapters of sequences that came to slots, before the step reads them."""

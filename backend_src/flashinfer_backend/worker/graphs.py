@@ -9,10 +9,11 @@ Mixed steps of up to some 1000 tokens have graphs by number of tokens (MixedGrap
 attention of a new shape each time, but its other operations depend only on the number of tokens. Launched one
 by one they cost the host 10 ms and more, more than the device needs for a short prompt. Steps are padded to a
 captured number of tokens. Where attention can be captured too (StepGraphState: FA3 and the Triton kernel read
-what changes from the device), the step is one full graph, another one where decode rows share prefixes. Else
-it goes layer by layer, as in all models with delta nets, and what lies between the mixers of two layers is a
-graph: from the embedding to the first query, from one layer's attention or delta net to the next one's input.
-After the last mixer only the tokens go on whose logits are wanted, outside any graph.
+what changes from the device), the step is one full graph, another one where decode rows share prefixes. Else,
+and in models with delta nets, what lies between the attention of two layers is a graph: from the embedding to
+the first query, from one attention to the next one's query. After the last mixer only the tokens go on whose
+logits are wanted, outside any graph. Delta nets are in the graphs: they run over as many rows as a graph has
+room for, and those that the step does not have are rows without tokens.
 
 More padding can be faster: a matrix product of 448 tokens may take longer than one of 512. So each number of
 tokens is timed once it is captured, and a step takes the fastest that holds it.
@@ -38,7 +39,7 @@ from flashinfer_backend.core.step import NONE, Feeds, StepPlan, Wants, greedy_pl
 from flashinfer_backend.models.spec import ModelSpec
 from flashinfer_backend.models.transformer import AttentionLayer, Recurrent, Stream, Taps
 from flashinfer_backend.ops.weight import Chosen
-from flashinfer_backend.worker.device_state import DeviceState
+from flashinfer_backend.worker.device_state import DeviceState, row_words
 from flashinfer_backend.worker.drafting import Drafting, Fed
 
 T = TypeVar("T")
@@ -50,6 +51,8 @@ MIXED_SIZES = [8, 16, 24, 32, 48, *range(64, 512, 16), *range(512, 1025, 32)]
 # Of models with delta nets and experts, which have some 20 kernels a layer, each a short one: on an H100 a
 # step of Qwen3.5-35B-A3B of 1033 tokens took 54 ms or more, and one of 1024, which was captured, 29.
 FURTHER_SIZES = [*range(1152, 2049, 128)]
+# Of a captured step of a model with delta nets: room for a prompt in so many of its tokens, and for no more.
+TOKENS_A_PROMPT, MOST_PROMPTS = 8, 128
 LARGEST_SHARING = 512  # tokens of a mixed step whose decode rows read shared prefixes once
 TIMED_REPLAYS = 10
 TIMED_CONTEXT = 512  # tokens in front of timed steps: attention of several tokens a row grows faster with it
@@ -463,12 +466,18 @@ class MixedGraphs:
         self._q = torch.zeros(shape, dtype=model.dtype, device=device)
         # Rows of padding are never written: they must not hold NaN.
         self._attended = torch.zeros(shape, dtype=model.dtype, device=device)
-        if model.spec.delta_nets:
-            net = model.spec.delta_nets[0]
-            widths = net.qkvz.shape[0], net.ba.shape[0], net.o.shape[1]
-            self._qkvz, self._ba, self._recurred = (
-                torch.zeros((self.largest, width), dtype=model.dtype, device=device) for width in widths
-            )
+        # Layers of each piece: it ends before attention, or behind the last delta net.
+        ends = [1 + index for index, layer in enumerate(model.layers) if isinstance(layer, AttentionLayer)]
+        if ends[-1:] != [len(model.layers)]:
+            ends.append(len(model.layers))
+            width = model.spec.delta_nets[0].o.shape[1]
+            self._last_mixed = torch.zeros((self.largest, width), dtype=model.dtype, device=device)
+        else:
+            self._last_mixed = self._attended
+        self._pieces = [range(*each) for each in itertools.pairwise([0, *ends])]
+        most = sum(self._row_room(self.largest))
+        self._rows = torch.zeros(row_words(most), dtype=torch.int32, device=device)
+        self._recurrent: Recurrent | None = None  # of the step that is captured
         self._taps = state.taps(self.largest)
         dummies = torch.full((self.largest,), state.dummy_slot, dtype=torch.int32, device=device)
         self._chosen = state.chosen(dummies) if adapted else None
@@ -483,7 +492,7 @@ class MixedGraphs:
                 self._capture(size)
                 capture.sizes += 1
                 if state.states is not None:
-                    continue  # delta nets launch by the number of rows: there is no graph of the whole step
+                    continue  # pieces of several layers: launching them takes the host less than the device
                 most = min(size, block_table.shape[0] - 1)
                 # Few decode rows are cut up otherwise than many.
                 for rows in sorted({min(64, most), most}):
@@ -500,9 +509,29 @@ class MixedGraphs:
         times = model.collectives.agreed([self._layer_seconds(size) for size in self._sizes])
         self._best = fastest_sizes(self._sizes, times)
 
-    def padded(self, tokens: int) -> int:
-        """The number of tokens to run a step of `tokens` with."""
-        return self._best[bisect_left(self._sizes, tokens)] if tokens <= self.largest else tokens
+    def takes(self, plan: StepPlan) -> bool:
+        """Whether there are graphs for the step."""
+        return self._least(plan) <= self.largest
+
+    def padded(self, plan: StepPlan) -> int:
+        """The number of tokens to run a step with that `takes` has taken."""
+        return self._best[bisect_left(self._sizes, self._least(plan))]
+
+    def _least(self, plan: StepPlan) -> int:
+        """The fewest tokens of a graph that has room for the plan's tokens and rows."""
+        if self._state.states is None:
+            return plan.num_tokens
+        prompts = plan.num_rows - self._state.state_decodes(plan)
+        if prompts > MOST_PROMPTS:
+            return self.largest + 1
+        return max(plan.num_tokens, prompts * TOKENS_A_PROMPT)
+
+    def _row_room(self, size: int) -> tuple[int, int]:
+        """Decode rows and prompts that delta nets have room for in a graph of `size` tokens."""
+        return min(size, self._state.dummy_slot), min(size // TOKENS_A_PROMPT, MOST_PROMPTS)
+
+    def _own_rows(self, size: int) -> torch.Tensor:
+        return self._rows[: row_words(sum(self._row_room(size)))]
 
     def plan_full(self, size: int, batch: AttentionBatch) -> FullStep | None:
         """The full graph of a step of `size` tokens (padding included), its attention planned; None where
@@ -515,54 +544,41 @@ class MixedGraphs:
 
     def run_full(
         self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        cache_locations: torch.Tensor,
+        plan: StepPlan,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         full: FullStep,
         rows: torch.Tensor | None,
         chosen: Chosen | None,
     ) -> torch.Tensor:
         """As `run`, of a step that plan_full has planned."""
-        self._copy(input_ids, positions, cache_locations, chosen)
+        size = self._copy(plan, inputs, chosen)
         full.graph.replay()
-        taps = self.taps(len(input_ids))
-        return self._model.finish(self._attended[: len(input_ids)], full.stream, rows, chosen, taps)
+        return self._finish(size, full.stream, rows, chosen)
 
     def run(
         self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        cache_locations: torch.Tensor,
-        tokens: int,
+        plan: StepPlan,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         attention: Prepared,
         rows: torch.Tensor | None,
         between_layers: Callable[[], object],
         chosen: Chosen | None,
-        recurrent: Recurrent | None,
     ) -> torch.Tensor:
-        """As Transformer.forward over inputs int32 [padded size] of which `tokens` are real; padding must lie
-        in the dummy block. chosen: None unless captured for adapters."""
-        size, model = input_ids.shape[0], self._model
-        self._copy(input_ids, positions, cache_locations, chosen)
-        q, attended = self._q[:tokens], self._attended[:tokens]
-        for index, graph in enumerate(self._graphs[size]):
+        """As Transformer.forward over inputs (input_ids, positions, cache_locations) int32 [padded size];
+        padding must lie in the dummy block. chosen: None unless captured for adapters."""
+        size = self._copy(plan, inputs, chosen)
+        q, attended = self._q[: plan.num_tokens], self._attended[: plan.num_tokens]
+        for place, graph in enumerate(self._graphs[size]):
             graph.replay()
-            if self._attends(index):
-                attention.run(model.places[index], q, attended)
+            if place < len(self._model.attention_layers):
+                attention.run(place, q, attended)
                 between_layers()
-            else:
-                assert recurrent is not None
-                taken = Stream(self._qkvz, None, self._qkvz[:tokens], self._ba[:tokens])
-                self._recurred[:tokens].copy_(model.mix(index, taken, recurrent))
-        return model.finish(self._mixed(size, -1), self._streams[size], rows, chosen, self.taps(size))
+        return self._finish(size, self._streams[size], rows, chosen)
 
-    def _attends(self, index: int) -> bool:
-        """Whether a layer's mixer is attention."""
-        return isinstance(self._model.layers[index], AttentionLayer)
-
-    def _mixed(self, size: int, index: int) -> torch.Tensor:
-        """Where the mixer of a layer leaves its result."""
-        return (self._attended if self._attends(index) else self._recurred)[:size]
+    def _finish(
+        self, size: int, stream: Stream, rows: torch.Tensor | None, chosen: Chosen | None
+    ) -> torch.Tensor:
+        return self._model.finish(self._last_mixed[:size], stream, rows, chosen, self.taps(size))
 
     def taps(self, size: int) -> Taps | None:
         """The outputs that a proposer takes of the last step, of `size` tokens; None where it takes none."""
@@ -572,23 +588,31 @@ class MixedGraphs:
 
     def _copy(
         self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        locations: torch.Tensor,
+        plan: StepPlan,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         chosen: Chosen | None,
-    ) -> None:
-        tokens = len(ids)
+    ) -> int:
+        """Give the graphs their step; its number of tokens, padding included."""
+        ids, positions, locations = inputs
+        size = len(ids)
         if self._chosen is not None:
             assert chosen is not None
             for own, given in zip(self._chosen, chosen, strict=True):
                 own[: len(given)].copy_(given)
-        self._inputs[0, :tokens].copy_(ids)
-        self._inputs[1, :tokens].copy_(positions)
-        self._inputs[2:, :tokens].copy_(locations.view(-1, tokens))
+        self._inputs[0, :size].copy_(ids)
+        self._inputs[1, :size].copy_(positions)
+        self._inputs[2:, :size].copy_(locations.view(-1, size))
+        self._upload_rows(plan, size)
+        return size
+
+    def _upload_rows(self, plan: StepPlan, size: int) -> None:
+        if self._state.states is not None:
+            self._state.upload_rows(plan, self._own_rows(size), self._row_room(size)[0])
 
     def _layer_seconds(self, size: int) -> float:
         """Median time of the piece between two layers' attention."""
         *before, graph = self._graphs[size]
+        self._upload_rows(_decodes(NONE, NONE), size)  # another size's rows can be there
         if self._model.spec.experts is not None:
             # Tokens that differ, as in a step: which experts they have decides how long it takes.
             with torch.inference_mode():
@@ -597,17 +621,25 @@ class MixedGraphs:
                 each.replay()
         return replay_seconds(graph.replay)
 
-    def _piece(self, size: int, index: int, stream: Stream | None) -> Stream:
-        """Runs the model's piece before the mixer of layer `index`, over the static tensors; returns what the
-        mixer leaves as it is."""
+    def _piece(self, size: int, layers: range, stream: Stream | None) -> Stream:
+        """Runs these layers over the static tensors, from the mixer before them on; returns what goes around
+        the last one's mixer."""
+        model = self._model
         input_ids, positions, *locations = (row[:size] for row in self._inputs)
         cache_locations = self._state.by_layer(locations[0] if len(locations) == 1 else locations)
-        inputs, mixed = (input_ids, positions, cache_locations), self._mixed(size, index - 1)
+        inputs, mixed = (input_ids, positions, cache_locations), self._attended[:size]
         own = self._q[:size], self.taps(size), self._own_chosen(size)
-        stream = self._model.piece(index, inputs, self._state.kv_layers, mixed, stream, *own)[1]
-        if stream.qkvz is not None and stream.ba is not None:  # which would be kept of each layer and size
-            self._qkvz[:size].copy_(stream.qkvz)
-            self._ba[:size].copy_(stream.ba)
+        if not layers.start:
+            decodes = self._row_room(size)[0]
+            self._recurrent = self._state.recurrent_padded(self._own_rows(size), positions, decodes)
+        for index in layers:
+            q, stream = model.piece(index, inputs, self._state.kv_layers, mixed, stream, *own)
+            if q is None:
+                assert self._recurrent is not None
+                mixed = model.mix(index, stream, self._recurrent)
+        assert stream is not None
+        if q is None:
+            self._last_mixed[:size].copy_(mixed)
         return Stream(stream.hidden, stream.gate)
 
     def _own_chosen(self, size: int) -> Chosen | None:
@@ -619,18 +651,14 @@ class MixedGraphs:
     def _capture(self, size: int) -> None:
         stream: Stream | None = None
         self._graphs[size] = []
+        self._upload_rows(_decodes(NONE, NONE), size)
 
         def warm_up() -> None:
-            stream = self._piece(size, 0, None)
-            for index in range(1, kinds):
-                stream = self._piece(size, index, stream)
-            self._model.finish(self._mixed(size, -1), stream, None, self._own_chosen(size))
+            self._finish(size, self._piece(size, self._pieces[0], None), None, self._own_chosen(size))
 
-        every = [self._attends(index) for index in range(len(self._model.layers))]
-        kinds = 1 + max(map(every.index, set(every)))  # layers of which each kind is one
-        for index in range(len(every)):
-            piece = functools.partial(self._piece, size, index, stream)
-            graph, stream = self._capture_graph(piece, (lambda: None) if index else warm_up)
+        for layers in self._pieces:
+            piece = functools.partial(self._piece, size, layers, stream)
+            graph, stream = self._capture_graph(piece, (lambda: None) if layers.start else warm_up)
             self._graphs[size].append(graph)
         assert stream is not None
         self._streams[size] = stream
@@ -644,15 +672,15 @@ class MixedGraphs:
         if attention is None:
             return None
 
-        def layers(count: int) -> Stream:
+        def step(pieces: list[range]) -> Stream:
             stream = None
-            for index in range(count):
-                stream = self._piece(size, index, stream)
-                attention.run(index, self._q[:size], self._attended[:size])
+            for layer, layers in enumerate(pieces):
+                stream = self._piece(size, layers, stream)
+                attention.run(layer, self._q[:size], self._attended[:size])
             assert stream is not None
             return stream
 
-        graph, stream = self._capture_graph(lambda: layers(len(self._model.layers)), lambda: layers(1))
+        graph, stream = self._capture_graph(lambda: step(self._pieces), lambda: step(self._pieces[:1]))
         return FullStep(rows, graph, attention, stream)
 
 

@@ -346,15 +346,16 @@ def _call_others(config: EngineConfig, model: Transformer, drafter: ModelSpec | 
 
 
 def _call_delta_net(most: int, drafts: int, model: Transformer) -> None:
-    """A layer's, whose sizes all others have: decode rows with up to `drafts` drafts, and each number of
-    prompts up to `most` that kernels tell from others."""
+    """A layer's, whose sizes all others have: decode rows with up to `drafts` drafts, each number of prompts
+    up to `most` that kernels tell from others, and the padded rows of graphs."""
     from flashinfer_backend.ops.triton_delta import SEARCHED
 
     layer = next(layer for layer in model.layers if isinstance(layer, DeltaLayer))
     format, mixer = state_format(model, drafts), layer.mixer
     assert format is not None
     states = format.allocate(1, model.device).layers[0]
-    for prompts in sorted({0, 1, most, *(size for size in SEARCHED if size < most)}):
+    counts = sorted({0, 1, most, *(size for size in SEARCHED if size < most)})
+    for prompts, padded in [(0, True), (1, True), *((count, False) for count in counts)]:
         rows = prompts or most
         qkvz, ba = (
             torch.empty(rows, product.shape[0], dtype=model.dtype, device="meta")
@@ -362,7 +363,7 @@ def _call_delta_net(most: int, drafts: int, model: Transformer) -> None:
         )
         held = _words(rows) if drafts else None
         row = DeltaRows(_words(rows), _words(rows + 1), _words(rows), held, rows - prompts)
-        layer.mix(qkvz, ba, states, row)
+        layer.mix(qkvz, ba, states, row._replace(padded=padded))
 
 
 def _call_drafts(config: EngineConfig, by_slot: BySlot) -> None:

@@ -338,7 +338,9 @@ class Runner:
         """The residual stream behind the last layer, of the tokens behind which one is sampled, or of all
         where context logits are wanted; which tokens those are, int32 [n]; and what was fed."""
         state, graphs = self.state, self._graphs_of(plan)[1]
-        size = plan.num_tokens if graphs is None else graphs.padded(plan.num_tokens)
+        if graphs is not None and not graphs.takes(plan):
+            graphs = None
+        size = plan.num_tokens if graphs is None else graphs.padded(plan)
         state.update_block_table(plan)
         inputs, slots, sampling = state.feed(plan, size)
         chosen = state.chosen(slots) if plan.adapted else None
@@ -353,18 +355,16 @@ class Runner:
         )
         rows = None if len(plan.logits_rows) else sampling  # of which the last layer's output is wanted
         full = graphs.plan_full(size, batch) if graphs is not None and batch.drafted == 1 else None
-        captured = graphs is not None and size <= graphs.largest
-        taps = graphs.taps(size) if graphs is not None and captured else state.taps(size)
+        taps = state.taps(size) if graphs is None else graphs.taps(size)
         attention: Prepared
         if graphs is not None and full is not None:
-            hidden, attention = graphs.run_full(*inputs, full, rows, chosen), full.attention
+            hidden, attention = graphs.run_full(plan, inputs, full, rows, chosen), full.attention
             started()  # the device begins when all of the graph is there
         else:
             attention = state.attention.step(batch)
             started()
-            if graphs is not None and captured:
-                given = inputs[0], inputs[1], inputs[2], plan.num_tokens, attention, rows
-                hidden = graphs.run(*given, between_layers, chosen, state.recurrent(plan, inputs[1]))
+            if graphs is not None:
+                hidden = graphs.run(plan, inputs, attention, rows, between_layers, chosen)
             else:
                 ids, where, locations = inputs
                 layered = ids, where, state.by_layer(locations), state.kv_layers, attention, rows
