@@ -25,8 +25,9 @@ class AdapterWeights:
         self.adapter = adapter
         self.values: list[tuple[Tensor, Tensor]] = []
         try:
-            # Never mapped: a file that is cut meanwhile would end the process by a signal.
-            tensors = safetensors.torch.load(adapter.file.read_bytes())
+            # Never mapped: a file that is cut meanwhile would end the process. Nor more than it had.
+            with adapter.file.open("rb") as file:
+                tensors = safetensors.torch.load(file.read(adapter.state[1][0]))
             for piece in adapter.pieces:
                 part, order = piece.source.part, piece.source.order
                 down = tensors[piece.down].to(dtype)

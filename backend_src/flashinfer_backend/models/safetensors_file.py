@@ -9,13 +9,40 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 
 def state(file: Path | int) -> tuple[int, int]:
     """What changes when a file is replaced or written to: its size, and when that was."""
     found = os.stat(file)
     return found.st_size, found.st_mtime_ns
+
+
+class _Tensor(msgspec.Struct):
+    shape: list[Annotated[int, msgspec.Meta(ge=0)]]
+    data_offsets: tuple[int, int]
+
+
+def read_shapes(path: Path, most: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of a file's tensors, by name. Never mapped: a file that is cut meanwhile would end the
+    process by a signal. most: bytes of its header. Raises OSError; ValueError for what is no such file."""
+    with path.open("rb") as file:
+        length, size = int.from_bytes(file.read(8), "little"), state(file.fileno())[0]
+        if length > most:
+            raise ValueError(f"its header has {length} bytes; it should have at most {most}")
+        header = file.read(length)
+    try:
+        found = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        found.pop("__metadata__", None)
+        tensors = {name: msgspec.json.decode(raw, type=_Tensor) for name, raw in found.items()}
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"its header is not one of safetensors: {error}") from None
+    end = 8 + length + max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
+    if end != size:
+        raise ValueError(f"it has {size} bytes; by its header it should have {end}")
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 class Header:
