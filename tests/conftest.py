@@ -39,8 +39,7 @@ SHARED_SERVERS = {
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
-    # Kernels are compiled before any test of the same process has Triton's interpreter, which changes tl.
-    items.sort(key=lambda item: item.path.name != "test_prebuild_triton.py")
+    items.sort(key=turn)
     for item in items:
         if group := worker_group(item):
             item.add_marker(pytest.mark.xdist_group(group))
@@ -52,6 +51,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def turn(item: pytest.Item) -> int:
+    """Kernels are compiled before any test of the same process has Triton's interpreter, which changes tl.
+    Those in the interpreter, the longest without a server, come early: else one worker ends with them alone.
+    """
+    if item.path.name == "test_prebuild_triton.py":
+        return 0
+    if item.path.parent.name in ("server", "reliability"):
+        return 1
+    return 2 if "interpreter" in item.name else 3
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
