@@ -127,7 +127,8 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     tokens_per_block: Annotated[Literal[16, 32, 64], Setting(
         "tokens of a block of the KV cache, the unit of prefix reuse")] = 16
     kv_cache_free_gpu_mem_fraction: Annotated[float, Setting(
-        "the KV cache's share of the GPU memory that the weights of all engines on the GPU leave",
+        "the KV cache's share of the GPU memory that the weights of all engines on the GPU leave; on a CPU"
+        " the cache has at most 512 MiB",
         low=0.001, high=1)] = 0.9
     max_tokens_in_paged_kv_cache: Annotated[int, Setting(
         "most tokens of the KV cache, rounded up to whole blocks; auto = as many as fit. The smaller of this"

@@ -21,7 +21,7 @@ from flashinfer_backend.worker.gpu_turns import Neighbours
 log = logging.getLogger(__name__)
 
 GROWTH_BYTES = 4 << 30  # attention workspaces, captured graphs (outputs and nodes), the CUDA context's growth
-CPU_KV_BYTES = 512 << 20  # KV cache on a CPU unless max_tokens_in_paged_kv_cache says otherwise
+CPU_KV_BYTES = 512 << 20  # the largest KV cache on a CPU
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,10 @@ def _no_room(free: int, copies: int, shared: bool) -> str:
         f"leave {free / 2**30:.2f} GiB" if free >= 0 else f"want {-free / 2**30:.2f} GiB more than there is"
     )
     taken = f"{', '.join(takers[:-1])} and {takers[-1]}"
-    return f"no memory is left for the KV cache: {taken} {left}; use a smaller model or max_num_tokens"
+    return (
+        f"no memory is left for the KV cache: {taken} {left}. Lower max_num_tokens, or use a smaller model or"
+        " more GPUs (tensor_parallel_size)"
+    )
 
 
 def _copies_bytes(config: EngineConfig, model: Transformer) -> int:
