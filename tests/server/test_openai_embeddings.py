@@ -110,6 +110,7 @@ def test_many_inputs_share_steps_and_blocks(embedding: OpenAiServer, embedder: P
     for cached in (0, 1500):
         answer = embedding.call("/v1/embeddings", {"input": texts})[2]
         close([each["embedding"] for each in answer["data"]], expected)
+        assert answer["id"].startswith("embd-")
         assert answer["usage"]["prompt_tokens"] == sum(map(len, ids))
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= cached
     assert embedding.metric("completion_tokens_sum") == 0
@@ -160,6 +161,7 @@ def test_documents_are_scored_and_ranked(reranking: OpenAiServer, reranker: Path
     for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
         answer = reranking.call(path, body)[2]
         assert set(answer) == {"id", "model", "results", "usage"} and answer["model"] == "tiny-rerank"
+        assert answer["id"].startswith("rerank-")
         assert [each["index"] for each in answer["results"]] == order
         close([each["relevance_score"] for each in answer["results"]], sorted(expected, reverse=True))
         assert [each["document"]["text"] for each in answer["results"]] == [DOCUMENTS[i] for i in order]
@@ -171,6 +173,7 @@ def test_documents_are_scored_and_ranked(reranking: OpenAiServer, reranker: Path
         close(told["results"][0]["relevance_score"], scores(reranker, instruction)[0])
     for sides in ({"queries": QUERY, "documents": DOCUMENTS}, {"text_1": [QUERY] * 4, "text_2": DOCUMENTS}):
         answer = reranking.call("/v1/score", sides)[2]
+        assert answer["id"].startswith("score-")
         assert answer["object"] == "list" and {each["object"] for each in answer["data"]} == {"score"}
         close([each["score"] for each in answer["data"]], expected)
     long = {"query": QUERY, "documents": ["a", "word " * 600]}

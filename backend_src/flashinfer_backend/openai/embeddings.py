@@ -161,6 +161,7 @@ async def _answer(
     results. Raises ApiError."""
     most = served.limits.max_input_len
     has = "has" if isinstance(request, EmbeddingRequest) else "makes, with its query, a prompt of"
+    folder, adapter = served.adapter(request.model)
     rows = []
     for place, ids in zip(places, prompts, strict=True):
         if not 1 <= len(ids) <= most:
@@ -169,10 +170,10 @@ async def _answer(
                 f"{has} {len(ids)} tokens; it should have 1 to {most}",
                 code="context_length_exceeded" if ids else None,
             )
-        folder, name = served.adapter(request.model)
         params = SamplingParams(
-            max_tokens=1, temperature=0.0, pooled=True, perf_metrics=True, adapter=folder, adapter_name=name
-        )
+            max_tokens=1, temperature=0.0, pooled=True, perf_metrics=True, adapter=folder,
+            adapter_name=adapter,
+        )  # fmt: skip
         timeout_us = round((request.queue_timeout or 0) * 1e6)
         row = GenerationRequest(
             np.array(ids, "<i4"), params, priority=request.priority, timeout_us=timeout_us
