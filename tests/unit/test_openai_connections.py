@@ -23,6 +23,7 @@ from flashinfer_backend.openai.connection import (
     CONNECTION,
     MOST_HEADER_BYTES,
     ConnectionLimits,
+    client_left,
     limited_config,
 )
 from flashinfer_backend.openai.errors import ApiError
@@ -40,6 +41,7 @@ class Running:
         self.release = threading.Event()
         self.left = threading.Event()  # the client of a request to /leave
         self.sent = threading.Event()  # an answer, or what was left of it
+        self.found_left: list[bool] = []  # client_left() of requests to /wait, once they are released
         self.waits = False  # what is sent to a client that does not read
         config = limited_config(
             self._app,
@@ -83,6 +85,8 @@ class Running:
             return
         while scope["path"].startswith("/wait") and not self.release.is_set():
             await asyncio.sleep(0.01)
+        if scope["path"] == "/wait":
+            self.found_left.append(client_left())
         if scope["path"] == "/stream":
             await send({"type": "http.response.start", "status": 200, "headers": []})
             for part in (b"one,", b"two"):
@@ -265,6 +269,18 @@ def test_a_client_that_has_left_is_noticed(half_first: bool) -> None:
             assert sock.recv(4096).startswith(b"HTTP/1.1 100 Continue") and not server.left.is_set()
         sock.close()
         wait_for(server.left.is_set)
+
+
+def test_before_its_work_a_request_can_be_asked_whether_its_client_has_left() -> None:
+    waits = WHOLE.replace(b"/ ", b"/wait ", 1)
+    with running() as server, server.connect(waits) as stays:
+        with server.connect(waits):
+            wait_for(lambda: len(server.server.server_state.tasks) == 2)
+        wait_for(lambda: len(server.server.server_state.connections) == 1)
+        server.release.set()
+        wait_for(lambda: len(server.found_left) == 2)
+        assert sorted(server.found_left) == [False, True]
+        assert stays.recv(4096).startswith(b"HTTP/1.1 200 ")
 
 
 def test_what_is_sent_to_a_client_that_left_with_several_requests_is_dropped() -> None:

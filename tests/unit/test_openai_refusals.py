@@ -324,3 +324,12 @@ def test_what_is_wrong_is_named(
 def test_what_another_model_has_is_named(apis: dict[str, Api], model: str, path: str, words: str) -> None:
     status, _, answer = apis[model].call(path, json.dumps(GOOD[path]).encode())
     assert status == 404 and words in answer["error"]["message"]
+
+
+def test_what_a_client_asked_that_has_left_goes_to_no_engine(
+    apis: dict[str, Api], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Api has none: it would be an error."""
+    monkeypatch.setattr("flashinfer_backend.openai.served_model.client_left", lambda: True)
+    for path in (*WRITING, EMBEDDINGS, RERANK):
+        assert apis[path].call(path, json.dumps(GOOD[path]).encode())[0] == 499

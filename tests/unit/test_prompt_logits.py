@@ -169,7 +169,7 @@ def test_of_a_prompt_whose_first_sequence_is_refused_no_others_are_tried() -> No
     async def run() -> None:
         link = EngineLink(engines, asyncio.get_running_loop(), LogitsRoom())  # type: ignore[arg-type]
         plain = dataclasses.replace(row(1), params=SamplingParams(max_tokens=1))
-        streams = link.generate([(plain, 100)], DECODER)
+        streams = link.generate([(plain, 100), (plain, 1)], DECODER)
         with pytest.raises(ApiError, match=protocol.QUEUE_FULL) as error:
             async for _ in streams:
                 pass

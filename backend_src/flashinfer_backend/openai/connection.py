@@ -57,6 +57,12 @@ class ConnectionLimits:
     connections: int
 
 
+def client_left() -> bool:
+    """Whether the client of the request that is being handled has closed its connection."""
+    connection = _connection.get(None)
+    return connection is not None and connection.closed
+
+
 def limited_config(
     app: ASGIApp, limits: ConnectionLimits, count_error: Callable[[int], None], **options: Any
 ) -> uvicorn.Config:
@@ -199,6 +205,10 @@ class Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         self._inner.resume_writing()
         self._process.unread.discard(self)
+
+    @property
+    def closed(self) -> bool:
+        return self._transport.is_closing()
 
     def kept(self) -> int:
         """Bytes that are kept until its client reads."""

@@ -92,15 +92,16 @@ class EngineLink:
                     assert reduce is not None
                     group[0].logits = PromptLogits(self, group, decoder, reduce)
                     group[0].logits.enter()
-                else:
-                    self.submit(group, decoder, row.timeout_us)
+                elif not self.submit(group, decoder, row.timeout_us):
+                    break
         except EngineDown as error:
             streams.cancel()
             raise unavailable(str(error)) from None
         return streams
 
-    def submit(self, group: list[Stream], decoder: DeltaDecoder, timeout_us: int) -> None:
-        """Submits the sequences of one prompt. The first alone brings its logits. Raises EngineDown."""
+    def submit(self, group: list[Stream], decoder: DeltaDecoder, timeout_us: int) -> bool:
+        """Submits the sequences of one prompt. The first alone brings its logits. False where one is refused,
+        with which the whole request fails. Raises EngineDown."""
         row, first = group[0].row, LEADS if len(group) > 1 else 0
         prompt = row.prompt.tobytes()
         for number, stream in enumerate(group):
@@ -111,9 +112,10 @@ class EngineLink:
                 seed = (params.seed + number) % 2**64
                 params = msgspec.structs.replace(params, seed=seed, context_logits=False)
             handle = self.engines.submit(stream, prompt, params, first, row.priority, timeout_us)
-            if not handle:  # refused, with which the whole request fails
-                return
+            if not handle:
+                return False
             first = handle if first == LEADS else first
+        return True
 
 
 class Stream(Generation):
