@@ -2,8 +2,8 @@
 #
 # make serve            run tritonserver with the bundled model, in the
 #                       foreground, and the OpenAI API
-# make serve MODEL=smollm2  the same with SmolLM2-135M-Instruct, a small real model:
-#                       downloads 93 MB and converts them, once, into .cache/
+# make serve MODEL=smollm2  the same with SmolLM2-135M-Instruct, a small real model,
+#                       downloaded (93 MB) and converted once into .cache/
 # make serve MODEL=DIR  the same with a checkpoint folder
 #   KNOBS="name=value ..."      knobs (settings) of build.py --list-knobs
 #   PROFILE=FILE                a TOML file of knobs
@@ -27,10 +27,10 @@
 #                       each kind
 # make clean            remove .venv, served/ and .cache/
 #
-# Each but clean makes .venv first where it is missing or unusable, with PYTHON (a
-# Python 3.10 to 3.12 on PATH) and pip, or UV (uv, where it is on PATH). PIP_ARGS are
-# arguments of pip. CUDA's packages go in on a machine with an NVIDIA GPU; without
-# one TORCH_INDEX=https://download.pytorch.org/whl/cpu takes PyTorch's CPU build,
+# All but clean first make .venv if it is missing or unusable, with PYTHON (a Python
+# 3.10 to 3.12 on PATH) and pip, or with UV (uv, if it is on PATH). PIP_ARGS are
+# arguments of pip. A machine with an NVIDIA GPU also gets CUDA's packages; without a
+# GPU TORCH_INDEX=https://download.pytorch.org/whl/cpu takes PyTorch's CPU build,
 # which saves 3 GB.
 
 variables := PYTHON TORCH_INDEX MODEL KNOBS PROFILE LLM_NAME HOST HTTP_PORT GRPC_PORT METRICS_PORT OPENAI_PORT SERVE_ARGS PIP_ARGS UV TESTS WORKERS MINUTES REQUESTS
@@ -61,7 +61,7 @@ PYTHON ?= $(found)
 given := $(foreach name,$(.VARIABLES),$(if $(findstring command line,$(origin $(name))),$(name)))
 unknown := $(filter-out $(variables) -%,$(given))
 ifneq ($(unknown),)
-$(error unknown variable $(unknown): there are $(variables))
+$(error unknown variable $(unknown); known are $(variables))
 endif
 
 VENV := .venv
@@ -90,7 +90,7 @@ ifeq ($(GPU),0)
 kernels = && $(pip) --no-deps -r requirements/kernels-cpu.txt $(progress)
 endif
 install = $(pip) $(constraints) --editable '.[$(1)]' $(progress)
-hint = 3 GB if PyTorch comes with CUDA, which TORCH_INDEX=https://download.pytorch.org/whl/cpu leaves out
+hint = 3 GB with PyTorch for CUDA, which TORCH_INDEX=https://download.pytorch.org/whl/cpu avoids
 size = $(if $(filter 0,$(GPU)),$(1) GB$(if $(TORCH_INDEX),,; $(hint)),4 GB)
 announcement = installing into $(VENV) with $(if $(UV),uv,pip), some minutes the first time: downloads some $(size)
 pinned := pyproject.toml $(wildcard requirements/*.txt)

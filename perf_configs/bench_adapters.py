@@ -6,14 +6,14 @@
 
 The adapters have random weights in all modules of each layer.
 
-Without --servers: two engines in one process, one without room for adapters. In turns, so that both have the
-same clocks, each decodes some sequences behind prompts of 256 tokens; with adapters, once without asking for
-any, and once with the adapters shared out over the sequences. Printed for each case: the median of the
-rounds' ms per step, its ratio to the engine without adapters, and the same of the step's CUDA graph alone,
-replayed back to back.
+Without --servers: two engines in one process, one without room for adapters, decode sequences after prompts
+of 256 tokens, in turns, so that both have the same clocks. With room for adapters there are two cases: no
+sequence has one, or the sequences share all of them out. For each case it prints the median of the rounds' ms
+per step, its ratio to the engine without adapters, and the same of the step's CUDA graph alone, replayed back
+to back.
 
-With --servers: servers of servers.toml, one after the other, with the adapters named to them. Prompts of 256
-tokens and answers of 256, some at a time: requests for the model, then for the adapters in turns.
+With --servers: servers of servers.toml, one after the other, with the same adapters. Prompts and answers of
+256 tokens: first requests for the model, then requests for the adapters in turns.
 """
 
 import argparse

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine without Triton: decode step times, and a batch of requests from arrival to end.
+"""The engine without a server: times of decode steps, and batches of requests from arrival to end.
 
     python -m perf_configs.bench_engine --model DIR [--load-format dummy] [--sharegpt FILE]
         [--shared 64x1x30016,64x16x704] [--lengths 128/128x3000,2048/2048] [--out FILE.json]
 
-The engine's own loop runs, with lists in place of its socket. Per number of sequences, at a context of about
-256 tokens: wall time per step, CPU time of the engine's thread per step, the time of the step's CUDA graph
-alone (replayed back to back), and what share of the wall time is not the graph's: the device's idle time.
-These two only of one GPU: under tensor parallelism a graph cannot be replayed on one rank alone.
+The engine's own loop runs, with lists instead of its socket. For each number of sequences, at a context of
+about 256 tokens, it prints the wall time of a step and the CPU time of the engine's thread; on one GPU also
+the time of the step's CUDA graph alone (replayed back to back) and the device's idle time, which is the share
+of the wall time without the graph.
 
---shared does the same for rows of which each has a prompt of 200 tokens of its own behind one of so many
-documents of so many tokens; of no documents, behind other tokens. Their steps are timed as the engine runs
-them, and with each row reading all of its keys (alone_step_ms, alone_graph_ms).
+--shared ROWSxDOCUMENTSxTOKENS times decode steps of ROWS sequences. Each has 200 tokens of its own after one
+of DOCUMENTS shared documents of TOKENS tokens; with 0 documents, all tokens are its own. It prints the times
+as the engine runs these steps, and with each row reading all of its keys (alone_step_ms, alone_graph_ms).
 
---lengths is what trtllm-bench calls throughput: prompts of one length and answers of another, all there from
-the beginning; output tokens of all over the time to the end of the last.
+--lengths is the throughput of trtllm-bench: prompts of one length and answers of another, all sent at the
+beginning; the output tokens of all divided by the time to the end of the last.
 """
 
 import argparse

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What guided requests cost through OpenAI APIs, next to plain ones of the same run:
+"""What guided requests cost through OpenAI APIs, next to plain requests of the same run:
 
     .venv/bin/python -m perf_configs.bench_guided --url http://127.0.0.1:9000 --tokenizer CHECKPOINT
     .venv/bin/python -m perf_configs.bench_guided --servers ours-openai,vllm --model-dir CHECKPOINT
 
 The first table has the time per output token (TPOT) and to the first one (TTFT) at each concurrency: plain,
-guided, and half of each. The second has the TTFT of grammars that the server has never seen, of which each
-request brings another. --servers starts servers of servers.toml one after the other, and ends with a table of
-all of them. --tokenizer adds what making the grammar of strict tools takes on this host, in all five formats
-of calls, with that vocabulary.
+guided, and half of each. The second has the TTFT with a new grammar in each request. --servers starts servers
+of servers.toml one after the other, and ends with a table of all. --tokenizer adds the time to compile the
+grammar of strict tools on this host, in all five formats of calls, with that vocabulary.
 """
 
 import argparse
@@ -196,21 +195,23 @@ def tools_table(checkpoint: str) -> None:
 
 def main() -> None:
     parser = argument_parser("perf_configs.bench_guided", __doc__)
-    parser.add_argument("--url", default="http://127.0.0.1:9000", help="of an OpenAI API that runs")
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:9000", help="a running OpenAI API (default: %(default)s)"
+    )
     parser.add_argument(
         "--servers",
         type=server_names,
         help="names of servers.toml to start instead, such as ours-openai,vllm",
     )
-    parser.add_argument("--model-dir", type=Path, help="their checkpoint")
+    parser.add_argument("--model-dir", type=Path, help="checkpoint of these servers")
     parser.add_argument("--load-format", default="dummy", help="dummy (random weights) or auto")
     parser.add_argument("--profile", type=Path, default=PROFILE, help="knobs of ours")
     parser.add_argument("--set", nargs="+", metavar="NAME=VALUE", help="further knobs of ours")
     parser.add_argument("--port", type=integer(1, 65_533), default=9100)
-    parser.add_argument("--model", default="", help="its name; by default the first that the API lists")
     parser.add_argument(
-        "--tokenizer", default="", help="checkpoint folder; without one there is no third table"
+        "--model", default="", help="the model's name (default: the first that the API lists)"
     )
+    parser.add_argument("--tokenizer", default="", help="checkpoint folder, for the third table")
     parser.add_argument("--concurrency", type=integer(1), nargs="+", default=[1, 32, 128])
     parser.add_argument(
         "--longest-string", type=integer(1), metavar="N", help="maxLength of strings (default: none)"

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output tokens per second with n-gram drafts (speculative_method=ngram) and without, of the engine without a
-server.
+"""Output tokens per second of the engine without a server, with n-gram drafts (speculative_method=ngram) and
+without.
 
     python -m perf_configs.bench_ngram --model DIR [--drafts 4] [--batches 1,4,16,64,256] [--set KNOB=VALUE]
         [--out FILE.json]
 
-Decode steps of some sequences: code edits, answers that quote documents, and chats, which repeat little
-(perf_configs.repeating). Weights are random. What a step samples is replaced by what the text has there, by a
-small kernel, with drafts and without.
+It times decode steps on three kinds of texts (perf_configs.repeating): code edits, answers that quote
+documents, and chats, which repeat little. Weights are random: a small kernel replaces each sampled token by
+the text's next one, with drafts and without.
 """
 
 import contextlib

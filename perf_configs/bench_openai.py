@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many streamed chunks the OpenAI API carries, without a model: an engine that only counts feeds it.
+"""How many streamed chunks the OpenAI API can send, without a model: an engine that only counts feeds it.
 
     python -m perf_configs.bench_openai --workers 4 --clients 4 --streams 512 --steps-per-second 20,40,60,80
 
-Every step is a token for every stream, and a stream that ends is followed by another one. What the processes
-cannot carry as a chunk of its own they send together with the next, so chunks/s below tokens/s shows the
-limit. API, engine and clients share this machine's cores; the table says what each of them used.
+Every step has a token for every stream, and a new stream replaces each one that ends. A process that is too
+slow for a chunk sends its token with the next one, so fewer chunks/s than tokens/s show the limit. API,
+engine and clients share this machine's cores; the table has the CPU time of each.
 """
 
 import argparse
@@ -180,12 +180,16 @@ def arguments() -> argparse.ArgumentParser:
     parser = argument_parser("perf_configs.bench_openai", __doc__)
     parser.add_argument("--workers", type=integer(1), default=1, help="processes of the API")
     parser.add_argument("--clients", type=integer(1), default=1, help="processes that read")
-    parser.add_argument("--streams", type=integer(1), default=64, help="at a time, of all clients together")
-    parser.add_argument("--tokens", type=integer(1), default=200, help="of each stream")
+    parser.add_argument("--streams", type=integer(1), default=64, help="streams at a time, of all clients")
+    parser.add_argument("--tokens", type=integer(1), default=200, help="tokens of each stream")
     parser.add_argument(
-        "--steps-per-second", type=rates, default=[100.0], metavar="N,...", help="one line of the table each"
+        "--steps-per-second",
+        type=rates,
+        default=[100.0],
+        metavar="N,...",
+        help="rates of steps, a line of the table for each",
     )
-    parser.add_argument("--seconds", type=seconds, default=5.0, help="measured for each line, after 1 s")
+    parser.add_argument("--seconds", type=seconds, default=5.0, help="seconds of each measurement, after 1 s")
     return parser
 
 

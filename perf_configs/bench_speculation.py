@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens per second with drafts whose accepted length is set, next to a head that costs what a published one
-does, and without drafts:
+"""Tokens per second with drafts at a set accepted length, with a head of published cost, and without drafts:
 
     python -m perf_configs.bench_speculation [--case DIR[,KNOB=VALUE...] ...] [--out FILE.json]
 
 Without --case: Llama-3.1-8B's shape in bfloat16 and in FP8, and Qwen3-30B-A3B's. Weights are random;
-perf_configs/replaying.py says how drafts can be right all the same. For each case the engine starts twice,
-without a drafter and with one. The last table has the rates over that without, and in brackets the tokens
-that each sequence's steps came to; these stay below the set length where the engine checks fewer drafts, or
-none. Below it stand the rates that miss what is required, and what the graph of a step without drafts takes
-in both engines: it is what drafts that are all wrong cost even where none are tried.
+perf_configs/replaying.py says how drafts can still be right. For each case the engine starts twice, without a
+drafter and with one. The last table has the ratios of the two rates, and in brackets the accepted length that
+was reached, which is below the set one if the engine checks fewer drafts, or none. Two lists follow: rates
+below what is required, and the time of the graph of a step without drafts in both engines, which is the cost
+of a drafter even if no drafts are tried.
 """
 
 import argparse
@@ -169,16 +168,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argument_parser("perf_configs.bench_speculation", __doc__)
     parser.add_argument(
         "--case", action="append", metavar="DIR[,KNOB=VALUE...]",
-        help="a checkpoint folder, of which config.json is enough, and knobs of the engine; may be repeated",
+        help="a checkpoint folder (config.json suffices) and knobs of the engine; may be repeated",
     )  # fmt: skip
-    parser.add_argument("--drafts", type=integer(1), default=3, metavar="K", help="a step (default: 3)")
     parser.add_argument(
-        "--batches", type=integers(1), default=[1, 4, 16, 64, 256], metavar="N,...", help="sequences at once"
+        "--drafts", type=integer(1), default=3, metavar="K", help="drafts of a step (default: 3)"
     )
     parser.add_argument(
-        "--lengths", type=accepted_lengths, metavar="X,...", help=f"accepted ones to set (default: {LENGTHS})"
+        "--batches",
+        type=integers(1),
+        default=[1, 4, 16, 64, 256],
+        metavar="N,...",
+        help="sequences at a time",
     )
-    parser.add_argument("--rounds", type=integer(1), default=3, metavar="N", help="(default: 3)")
+    parser.add_argument(
+        "--lengths",
+        type=accepted_lengths,
+        metavar="X,...",
+        help=f"accepted lengths to set (default: {LENGTHS})",
+    )
+    parser.add_argument("--rounds", type=integer(1), default=3, metavar="N", help="repetitions (default: 3)")
     parser.add_argument(
         "--head", choices=HEADS, default="eagle3",
         help="an EAGLE-3 head of published size, the checkpoint's own (mtp), or none (default: %(default)s)",

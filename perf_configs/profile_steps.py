@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_engine_options(parser)
     parser.add_argument(
         "--steps", default=",".join(f"{rows}/{prompt}" for rows, prompt in SHAPES), metavar="ROWS/PROMPT,...",
-        help="decode rows and tokens of a prompt beside them (default: %(default)s)",
+        help="decode rows, and tokens of a prompt in the same step (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--context", type=integer(1), metavar="N",

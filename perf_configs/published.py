@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a shape as it is published in FP8, for servers that know only published forms:
+"""Writes a shape of Qwen3.5 (perf_configs/shapes) as it is published in FP8, for servers that know only
+published forms:
 
     python -m perf_configs.published qwen3.5-27b --tokenizer DIR FOLDER
 
-Of Qwen3.5, in perf_configs/shapes: the model with its images' part, cut to one layer, and FP8 weights of
-128x128 blocks in all products but those that Qwen leaves in 16 bits. FOLDER gets a config.json and the
-tokenizer's files, and no weights: `load_format=dummy`, vLLM's `--load-format dummy --language-model-only`.
+The model has its image part, cut to one layer, and FP8 weights with 128x128 blocks in all products except
+those that Qwen leaves in 16 bits. FOLDER gets a config.json and the tokenizer's files, but no weights: use
+`load_format=dummy`, or vLLM's `--load-format dummy --language-model-only`.
 """
 
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trace of a running engine has (docs/performance.md): the parts of its loop, and what the device did.
+"""Sums a trace of a running engine (docs/performance.md): the parts of its loop, and the work of the device.
 
     python -m perf_configs.read_trace FILE.json
 
