@@ -121,13 +121,6 @@ def test_the_bound_of_the_cache_is_rounded_up_to_whole_blocks(checkpoint, tokens
     core.close()
 
 
-def test_garbage_on_the_socket_is_survived(checkpoint, tmp_path):
-    with serve(start_core(checkpoint), tmp_path) as client:
-        client._socket.send(b"\xff\x00garbage")
-        client._socket.send_multipart([b"a", b"b", b"c"])
-        assert len(client.generate([[5]], SamplingParams(max_tokens=3, temperature=0.0))[0]) == 3
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
