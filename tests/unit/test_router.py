@@ -147,6 +147,7 @@ def test_two_processes_send_a_prompt_to_the_same_engine(tmp_path: Path) -> None:
 
 def test_engines_that_are_down_or_silent(tmp_path: Path) -> None:
     tokens = prompt(0, 1500)
+    assert router(tmp_path, Engine(7, up=False, status=None)).choose(tokens)[0] == []
     first, second = Engine(7), Engine(8)
     mine = router(tmp_path, first, second)
     _, keys, _ = mine.choose(tokens)
