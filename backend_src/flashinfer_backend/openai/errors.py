@@ -9,18 +9,10 @@ from flashinfer_backend.core.values import shown
 
 RETRY_S = 2  # what a client is told to wait while the engine is started
 
-KINDS = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    404: "invalid_request_error",
-    405: "invalid_request_error",
-    413: "invalid_request_error",
-    429: "rate_limit_error",
-    500: "server_error",
-    503: "server_error",
-}
+# By status; of all others INVALID.
+INVALID = "invalid_request_error"
+KINDS = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 ANTHROPIC_KINDS = {
-    400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
     413: "request_too_large",
@@ -43,12 +35,12 @@ class ApiError(Exception):
     def body(self, scope: Scope) -> dict[str, object]:
         """The JSON of the error, in the form of the request's path."""
         if of_anthropic(scope):
-            kind = ANTHROPIC_KINDS.get(self.status, "invalid_request_error")
+            kind = ANTHROPIC_KINDS.get(self.status, INVALID)
             error: dict[str, object] = {"type": kind, "message": self.message}
             if self.code:
                 error["details"] = {"error_code": self.code}
             return {"type": "error", "error": error, "request_id": scope.get("request_id")}
-        kind = KINDS.get(self.status, "invalid_request_error")
+        kind = KINDS.get(self.status, INVALID)
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def event(self, scope: Scope) -> bytes:
