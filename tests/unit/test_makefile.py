@@ -42,7 +42,7 @@ def test_bare_make_prints_help_of_every_target_and_variable():
 @pytest.mark.parametrize("target", ["help", "serve", "test"])
 def test_unknown_variables_are_refused(target):
     status, text = make("-n", target, "KNOB=max_num_seqs=8")
-    assert status != 0 and "unknown variable KNOB: there are PYTHON" in text
+    assert status != 0 and "unknown variable KNOB; known are PYTHON" in text
 
 
 def test_known_variables_are_taken_and_checks_come_before_writing():
