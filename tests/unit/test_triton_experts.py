@@ -205,7 +205,7 @@ if __name__ == "__main__":
         (1, 2, 1, False, False),
         (13, 8, 3, True, False),
         (16, 5, 4, False, True),
-        (50, 7, 3, True, True),
+        (33, 7, 3, True, True),
     ]:
         check_routes(tokens, experts, chosen, renormalise, skewed)
     for tokens in (1, 4, 40):
@@ -216,9 +216,8 @@ if __name__ == "__main__":
         check_shares(*case)
     for format, case in zip(FORMATS, CASES, strict=True):
         check_products(format, *case)
-    for further, gate in FOLDED:
-        for case in (CASES[1], CASES[2], CASES[3]):
-            check_products("dense", *case, further=further, gate=gate)
+    for (further, gate), case in zip(FOLDED, (CASES[2], CASES[3], CASES[1]), strict=True):
+        check_products("dense", *case, further=further, gate=gate)
     for format in FORMATS[1:3]:
         check_products(format, *CASES[1], further=2, gate=True)
         check_products(format, *CASES[3], further=1)
