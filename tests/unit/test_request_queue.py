@@ -8,6 +8,7 @@ import pytest
 
 from flashinfer_backend.cache.pool import BlockPool
 from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.deadlines import Waiting
 from flashinfer_backend.core.request import Request
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
@@ -51,6 +52,16 @@ def test_preempted_sequences_are_ahead_of_every_priority():
     assert order(queue) == [3, 2, 1]
     queue.pop()
     assert order(queue) == [2, 1]
+
+
+def test_a_stub_that_leaves_takes_its_own_requests_along():
+    left: list[int] = []
+    waiting = Waiting[int](left.append)
+    for stub, deadline_ns in ((7, 0), (8, 5), (7, 5)):
+        waiting.add(request(stub << 32 | len(waiting), deadline_ns=deadline_ns), stub)
+    waiting.drop_stub(7)
+    assert left == [7, 7] and [stub for _, stub in waiting.entries] == [8]
+    assert len(waiting.drop_late(5)) == 1 and not len(waiting)
 
 
 def test_the_longest_answer_is_known_whoever_is_at_the_head():

@@ -177,6 +177,19 @@ def test_stop_words_end_the_sequence_and_cut_the_text(
     assert sender.sent[-1][0]["finish_reason"].item() == b"stop"
 
 
+def test_a_character_that_the_prompt_begins_is_counted_once(bench: Bench, tokenizer: TextTokenizer) -> None:
+    decoder = DeltaDecoder(tokenizer.backend)
+    (tokens,) = tokenizer.encode_batch(["A \U0001f327 girl. She"], False)
+    cut = next(n for n in range(len(tokens)) if decoder.delta([], tokens[:n], True).endswith("\ufffd"))
+    whole = dataclasses.replace(row(False, stop_words=["irl"], exclude_stop_words=True), exclude_input=False)
+    sender, request = bench.open(dataclasses.replace(whole, prompt=np.array(tokens[:cut], np.int32)))
+    request.sequences[0].match_stop_words(decoder)
+    feed(request.sequences[0], *tokens[cut:])
+    assert sender.ended.wait(TIMEOUT_S)
+    context = unpack_chunk(sender.sent[-1][0]["chunk"][0])
+    assert decoder.delta([], context.ids, True)[: context.max_chars] == "A \U0001f327 g"
+
+
 def test_stop_words_whose_text_is_not_followed_stay_with_the_engine(
     bench: Bench, tokenizer: TextTokenizer
 ) -> None:
