@@ -17,31 +17,24 @@ class Preparation(Protocol):
 
     def __len__(self) -> int:
         """How many wait."""
-        ...
 
     def needed(self, params: SamplingParams) -> bool:
         """Whether a request with these parameters has to go through here."""
-        ...
 
     def submit(self, request: Request) -> None:
         """Have a request wait, until `ready` yields it."""
-        ...
 
     def ready(self) -> Iterator[tuple[Request, str | None]]:
         """Requests that need not wait any more, each once: with None, or with what is wrong with it."""
-        ...
 
     def cancel(self, handle: int) -> Request | None:
         """Forget a request. Returns it if it waits here."""
-        ...
 
     def drop_late(self, now_ns: int) -> list[Request]:
         """Forget and return who waits and whose deadline, of the monotonic clock, is `now_ns` or before."""
-        ...
 
     def drop_stub(self, pid: int) -> None:
         """Forget all requests of a stub."""
-        ...
 
 
 class Preparations:

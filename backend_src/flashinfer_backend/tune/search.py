@@ -32,11 +32,9 @@ class Bench(Protocol):
     def steps(self, tokens: int, candidates: Sequence[Tuned]) -> list[float]:
         """Time of a step of `tokens` by the choices of each candidate, in microseconds; infinite where
         it cannot run, or gives something else than the first."""
-        ...
 
     def waves(self) -> dict[int, float]:
         """Tokens of a tile of the gated kernel -> microseconds of a wave; empty where there is no kernel."""
-        ...
 
 
 @dataclass(frozen=True)
