@@ -62,7 +62,10 @@ class ThreadCollectives(Collectives):
 
     def gather_columns(self, local: Tensor, width: int, out: Tensor | None = None) -> Tensor:
         every = self._all(local)
-        return local if self.shard.rank else torch.cat(every, 1)[:, :width].contiguous()
+        if self.shard.rank:
+            return local
+        joined = torch.cat(every, 1)[:, :width].contiguous()
+        return joined if out is None else out.copy_(joined)
 
     def broadcast(self, values: Tensor) -> Tensor:
         return values.copy_(self._all(values.clone())[0])

@@ -253,6 +253,7 @@ def test_rows_that_share_prefixes_read_them_once(ranks: int, tmp_path: Path, mon
 
 def test_ranks_replay_the_same_and_one_of_them_keeps_logits(tmp_path: Path, monkeypatch: Any) -> None:
     prompts, params = PROMPTS[:6], [SamplingParams(max_tokens=8, temperature=0.7 * (i % 2)) for i in range(6)]
+    params[2].frequency_penalty = 1.5
     graphs: dict[int, tuple[ReplayedCapture, Any]] = {}
 
     def replace(runner: Any) -> None:
