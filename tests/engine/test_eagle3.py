@@ -220,12 +220,14 @@ def test_the_bundled_head_is_accepted(tmp_path: Path):
 
 
 def test_two_ranks_draft_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Each has its share of the head's layers; the tokens are those of two ranks without drafts."""
+    """Each has its share of the head's layers, and graphs, whose logits rank 0 alone has. The tokens are
+    those of two ranks without drafts. One row has no drafts."""
     prompts = [[0, *range(40, 60)], [0, *range(70, 75)]]
-    params = SamplingParams(max_tokens=40, temperature=0.0, end_id=-1)
+    params = [SamplingParams(max_tokens=40, temperature=0.0, end_id=-1) for _ in prompts]
+    params[1].max_tokens, params[1].speculative_decoding, params[1].presence_penalty = 15, False, 1.0
     found, steps = [], []
     for options in ({}, {"speculative_method": "eagle3", "draft_model": "bundled", "max_draft_len": 3}):
-        core = start_ranks(Path("bundled"), 2, monkeypatch, **options)
+        core = start_ranks(Path("bundled"), 2, monkeypatch, replayed, **options)
         with serve(core, tmp_path / str(len(found))) as client:
             found.append(client.generate(prompts, params))
             steps.append(client.loop.iteration)

@@ -59,8 +59,8 @@ class Launched:
 
 
 class _Computed(NamedTuple):
-    """logits [n or more, V] (rank 0's), tokens int32 [n], what was fed or replayed, and Launched's
-    context_logits and failed."""
+    """logits [n or more, V] (rank 0's, of a graph as Replayed has them), tokens int32 [n], what was fed or
+    replayed, and Launched's context_logits and failed."""
 
     logits: torch.Tensor
     tokens: torch.Tensor
@@ -152,16 +152,18 @@ class Runner:
         if self.drafting is not None:
             self.drafting.recall(plan)
         computed = self._compute(plan, started, between_layers)
-        tokens, failed = computed.tokens, computed.failed
+        fed, tokens, failed = computed.fed, computed.tokens, computed.failed
         sampled = Sampled(tokens)
         if len(plan.stateful):
             if self.sampler.guided(plan):
                 tokens_wanted()
-            sampled = self.sampler.sample_stateful(computed.logits, tokens, plan)
+            logits = computed.logits
+            if isinstance(fed, Replayed) and fed.places is not None:
+                logits = logits[fed.places]
+            sampled = self.sampler.sample_stateful(logits, tokens, plan)
             failed += [(int(plan.sampling_rows[row]), why) for row, why in sampled.failed]
             self.state.model.collectives.broadcast(tokens)
         readback, counts = sampled.readback, None
-        fed = computed.fed
         if isinstance(fed, Replayed) and fed.step.defers and not sampled.guided:
             self._rest = functools.partial(self._finish, plan, computed)
         else:
@@ -255,8 +257,6 @@ class Runner:
         if graphs is not None and replays:
             fed = graphs.replay(plan)
             tokens, logits = fed.tokens, fed.logits  # rows of padding behind the logits
-            if fed.places is not None and len(plan.stateful):
-                logits = logits[fed.places]
             started()  # the device begins when all of the graph is there
         else:
             hidden, sampling, fed, chosen = self._forward(plan, started, between_layers)
