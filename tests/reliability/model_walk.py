@@ -48,7 +48,7 @@ from engine.harness import start_core  # noqa: E402
 from engine.test_adapters import make_adapter  # noqa: E402
 from engine.test_drafts import Replay  # noqa: E402
 from engine.test_graph_steps import replayed  # noqa: E402
-from engine.test_mtp import Reference  # noqa: E402
+from engine.test_mtp import PREFIX  # noqa: E402
 from flashinfer_backend.attention import prefixes as prefix_sets  # noqa: E402
 from flashinfer_backend.core.config import EngineConfig, resolve_limits  # noqa: E402
 from flashinfer_backend.core.sampling_params import SamplingParams  # noqa: E402
@@ -60,6 +60,7 @@ from flashinfer_backend.models.adapters import WEIGHTS, Adapter, State, adapter_
 from flashinfer_backend.scheduler import scheduler  # noqa: E402
 from flashinfer_backend.scheduler.budget import StepBudget  # noqa: E402
 from flashinfer_backend.speculate import methods  # noqa: E402
+from flashinfer_backend.speculate.mtp import NORMS  # noqa: E402
 from flashinfer_backend.speculate.proposer import DraftStep, Proposer, Slots  # noqa: E402
 from flashinfer_backend.transport import protocol  # noqa: E402
 from flashinfer_backend.worker import start  # noqa: E402
@@ -420,8 +421,8 @@ def walk_model(
             sizes |= {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
         checkpoint = make_checkpoint(kind, Path(folder) / "model", **sizes)
         methods = ["ngram", "eagle3"]
-        if kind == "qwen3.5":
-            Reference(checkpoint)  # writes the head
+        if kind in ("qwen3.5", "qwen3-next"):
+            add_mtp_head(checkpoint)
             methods.append("mtp")
         head = eagle3_head(checkpoint, Path(folder) / "head")
         form = {"r": 4, "lora_alpha": 64, "target_modules": ["q_proj", "v_proj", "o_proj"]}
@@ -433,6 +434,18 @@ def walk_model(
         adapters = dict(zip(ADAPTERS, made, strict=True))
         make = functools.partial(ModelWorld, checkpoint, Alone(checkpoint), methods, head, adapters)
         return walk(steps, seed, episodes, length, make)
+
+
+def add_mtp_head(target: Path) -> None:
+    """Its layer is the target's last one."""
+    file = target / "model.safetensors"
+    found = load_file(file)
+    last = {name.partition(".layers.1.")[2]: value for name, value in found.items()}
+    hidden, generator = len(found["model.norm.weight"]), torch.Generator().manual_seed(0)
+    head = {f"{PREFIX}{name}": value.clone() for name, value in last.items() if name}
+    head["mtp.fc.weight"] = torch.randn(hidden, 2 * hidden, generator=generator) / hidden**0.5
+    head |= {f"mtp.{name}.weight": torch.rand(hidden, generator=generator) for name in NORMS}
+    save_file(found | head, file, metadata={"format": "pt"})
 
 
 def eagle3_head(target: Path, folder: Path) -> Path:
