@@ -116,6 +116,11 @@ def test_lists_of_requests_have_room_together(monkeypatch: pytest.MonkeyPatch) -
     engine.submit(6, 2, min_tokens=1, late_ids=[5])
     engine.run()
     assert [*tokens] == [1, 2, 4, 5] and [*failures] == [6]
+    gc.collect()
+    for local_id in (7, 8):  # ids of bad words take more room in each step
+        engine.submit(local_id, 2, bad_words=[[5]])
+    engine.run()
+    assert [*tokens][4:] == [7] and [*failures] == [6, 8]
 
 
 @pytest.mark.parametrize(("settings", "bound"), [({}, 4096), ({"max_queue_size": 0}, None)])

@@ -50,6 +50,7 @@ MOST_PIPELINED = 16  # requests of one connection without an answer: 14,000 in o
 MOST_TRACED_STEPS = 100  # each has thousands of events, and the engine waits while they are written
 MOST_GRAMMARS_NS = 20 * 10**9  # of a core, to make the grammars of requests that wait for a slot: some 2 GB
 MOST_LISTED_IDS = 1 << 25  # ids in lists of all requests that an engine has, each of up to 90 bytes
+BAD_WORD_IDS = 8  # for how many of these an id of a bad word counts: 40 bytes more in each step that has it
 # Sequences of one process that an engine has not ended, times what it can run and queue. It would refuse
 # more, but only once it has read all of them, and what clients that leave have their processes send.
 MOST_SENT = 2

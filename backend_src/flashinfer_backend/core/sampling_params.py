@@ -3,6 +3,8 @@
 
 import msgspec
 
+from flashinfer_backend.core.bounds import BAD_WORD_IDS
+
 GRAMMAR_TYPES = ("json", "json_schema", "regex", "ebnf_grammar")
 CALLS_GUIDE = "calls"  # made by the OpenAI API: free text, and calls that match their schemas
 CHOICE_GUIDE = "choice"  # made by the OpenAI API: one of the texts in a list
@@ -74,8 +76,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
 
     @property
     def listed(self) -> int:
-        """How many ids its lists have."""
-        words = sum(map(len, self.stop_sequences)) + sum(map(len, self.bad_words))
+        """How many ids its lists have, as MOST_LISTED_IDS counts them."""
+        words = sum(map(len, self.stop_sequences)) + BAD_WORD_IDS * sum(map(len, self.bad_words))
         return words + len(self.late_ids) + len(self.allowed_ids) + len(self.bias_ids)
 
     @property

@@ -9,7 +9,7 @@ from collections import deque
 import msgspec
 import numpy as np
 
-from flashinfer_backend.core.bounds import MOST_LISTED_IDS
+from flashinfer_backend.core.bounds import BAD_WORD_IDS, MOST_LISTED_IDS
 from flashinfer_backend.core.config import EngineConfig, prompt_too_long
 from flashinfer_backend.core.request import Request
 from flashinfer_backend.core.sampling_params import NO_TOKEN_LEFT, SamplingParams
@@ -91,7 +91,8 @@ class Admission:
         if params.listed and self._listed and self._listed + params.listed > MOST_LISTED_IDS:
             return (
                 f"{protocol.QUEUE_FULL} of {MOST_LISTED_IDS} token ids in the lists of all requests together"
-                " (biases, words, allowed ids) has been reached, please try again later"
+                f" (biases, words, allowed ids; bad words {BAD_WORD_IDS} times) has been reached, please try"
+                " again later"
             )
         if self._pooling is not None and not (params.pooled and params.max_tokens == 1):
             return f"the model is {self._pooling.what}"
