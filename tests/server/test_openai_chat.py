@@ -25,6 +25,7 @@ def test_an_answer_and_its_usage(client: openai.OpenAI) -> None:
     (choice,) = answer.choices
     assert choice.message.role == "assistant" and choice.message.content.strip()
     assert choice.finish_reason in ("stop", "length")
+    assert choice.to_dict().keys() == {"index", "message", "logprobs", "finish_reason"}
     usage = answer.usage
     assert usage.prompt_tokens > 5 and usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
     assert usage.completion_tokens <= 12 and answer.model == "tiny-chat"
