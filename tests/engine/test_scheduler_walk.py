@@ -167,7 +167,7 @@ def test_the_engine_process_says_what_is_broken_and_ends(tmp_path: Path) -> None
     ):
         stub.linger = 0
         stub.connect(protocol.socket_address(tmp_path))
-        stub.send(protocol.encode(protocol.Hello(os.getpid(), False)))
+        stub.send(protocol.encode(protocol.Hello(os.getpid())))
         prompt = np.arange(40, dtype="<i4").tobytes()
         handle = protocol.make_handle(os.getpid(), 1)
         stub.send(protocol.encode(protocol.Submit(handle, prompt, SamplingParams(max_tokens=3), 0, 0, 0)))

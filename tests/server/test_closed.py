@@ -71,8 +71,17 @@ def test_other_users_can_read_neither_shared_memory_nor_files(server: Server) ->
     assert files and not any(path.stat().st_mode & 0o077 for path in [*files, server.run_dir.parent])
 
 
+SMALL = """backend: "python"
+input { name: "x" data_type: TYPE_INT32 dims: 1 }
+output { name: "y" data_type: TYPE_INT32 dims: 1 }
+"""
+
+
 def test_an_api_is_opened_by_name(tmp_path: Path) -> None:
-    (tmp_path / "repository").mkdir()  # of no models
+    version = tmp_path / "repository/small/1"
+    version.mkdir(parents=True)
+    (version.parent / "config.pbtxt").write_text(SMALL)
+    (version / "model.py").write_text("class TritonPythonModel:\n    def execute(self, requests): ...\n")
     options = ["--open", "shared-memory", "--open", "logging"]
     with running(tmp_path / "repository", tmp_path, options=options) as server:
         assert get(server, PATHS["shared-memory"])[0] == 200
