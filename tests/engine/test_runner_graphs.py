@@ -178,7 +178,7 @@ def test_a_runner_with_graphs_gives_the_tokens_of_one_without(
 
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_steps_with_prompts_and_states_in_graphs(drafts: int, tmp_path: Path, monkeypatch: Any) -> None:
-    """A second turn of each, from snapshots: states are kept on the way, and restored, beside decode rows."""
+    """Second turns start from snapshots: steps keep and restore states, beside decode rows."""
     replay_graphs(monkeypatch)
     monkeypatch.setattr(graphs, "MIXED_SIZES", [16, 64, 160])
     monkeypatch.setattr(scheduler, "SNAPSHOT_TOKENS", 16)

@@ -332,7 +332,7 @@ class ModelWorld(World):
         return asked
 
     def _part(self, tokens: list[int], most: int) -> list[int]:
-        """Up to so many tokens that follow each other in an answer."""
+        """A random run of at most `most` of an answer's tokens."""
         at = self.options.randrange(len(tokens))
         return [max(token, 0) for token in tokens[at : at + self.options.randint(1, most)]]
 

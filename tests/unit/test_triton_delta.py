@@ -25,8 +25,8 @@ class Sizes(NamedTuple):
 
 
 class Case(NamedTuple):
-    """Rows of so many tokens, of which the first `decodes` decode; with drafts, up to so many of them.
-    Padding: so many rows without tokens behind decode rows and behind the others, and tokens behind all."""
+    """lengths: tokens of each row. decodes: how many rows at the front decode, with up to `drafts` drafts.
+    padding: how many empty rows follow the decode rows and the others, and how many tokens follow all."""
 
     sizes: Sizes
     lengths: list[int]

@@ -51,7 +51,7 @@ MIXED_SIZES = [8, 16, 24, 32, 48, *range(64, 512, 16), *range(512, 1025, 32)]
 # Of models with delta nets and experts, which have some 20 kernels a layer, each a short one: on an H100 a
 # step of Qwen3.5-35B-A3B of 1033 tokens took 54 ms or more, and one of 1024, which was captured, 29.
 FURTHER_SIZES = [*range(1152, 2049, 128)]
-# Of a captured step of a model with delta nets: room for a prompt in so many of its tokens, and for no more.
+# In models with delta nets a captured step has room for one prompt per 8 of its tokens, at most for 128.
 TOKENS_A_PROMPT, MOST_PROMPTS = 8, 128
 LARGEST_SHARING = 512  # tokens of a mixed step whose decode rows read shared prefixes once
 TIMED_REPLAYS = 10
