@@ -70,119 +70,64 @@ XML_ARGUMENTS = '{"city": "Pa\\"ris", "days": 3, "when": {"a": [1]}}'
 CASES: dict[str, tuple[Make, str, list[Event]]] = {
     "plain": (maker("none"), "a <tool_call> b", [content("a <tool_call> b")]),
     "hermes": (maker("hermes"), HERMES, called("weather", PARIS)),
-    "hermes, text before, two calls": (
-        maker("hermes"),
-        f'Let me see. \n\n{HERMES}\n<tool_call>{{"arguments": {{}}, "name": "now"}}</tool_call>',
-        [content("Let me see."), *called("weather", PARIS), *called("now", "{}")],
-    ),
-    "hermes, arguments in a string": (
-        maker("hermes"),
-        '<tool_call>{"name": "weather", "arguments": "{\\"city\\": \\"Ulm\\"}"}</tool_call>',
-        called("weather", '{"city": "Ulm"}'),
-    ),
-    "hermes, halves of surrogate pairs": (
-        maker("hermes"),
-        '<tool_call>{"name": "no\\ud83dw", "arguments": "{\\"city\\": \\"\\udf27\\"}"}</tool_call>',
-        called("no\\ud83dw", '{"city": "\\udf27"}'),
-    ),
-    "hermes, no arguments, text after": (
-        maker("hermes"),
-        '<tool_call>{"name": "now"}</tool_call>\nDone. ',
-        [*called("now", "{}"), content("Done. ")],
-    ),
-    "hermes, a closing mark missing": (
-        maker("hermes"),
-        '<tool_call>{"name": "now"}\nDone. <tool_call>{"name": "now"}</tool_call>',
-        [*called("now", "{}"), content("Done."), *called("now", "{}")],
-    ),
-    "hermes, text between calls": (
-        maker("hermes"),
-        f'\nFirst. \n{HERMES}\n\nThen this. <tool_call>{{"name": "now"}}</tool_call> '
-        '<tool_call>{"name": "now"}\nDone. \n',
-        [
-            content("\nFirst."),
-            *called("weather", PARIS),
-            content(" \n\n\nThen this."),
-            *called("now", "{}"),
-            *called("now", "{}"),
-            content("  \nDone. \n"),
-        ],
-    ),
-    "hermes, blanks around calls alone": (
-        maker("hermes"),
-        f" \n{HERMES}\n\n<tool_call>1 {HERMES} \n",
-        [*called("weather", PARIS), content("<tool_call>1"), *called("weather", PARIS)],
-    ),
-    "hermes, cut off": (
-        maker("hermes"),
-        '<tool_call>{"name": "weather", "arguments": {"city": "Par',
-        called("weather", '{"city": "Par'),
-    ),
-    "hermes, no call": (
-        maker("hermes"),
-        'See <tool_call>{"x": 1}</tool_call> <tool_c',
-        [content('See <tool_call>{"x": 1}</tool_call> <tool_c')],
-    ),
-    "hermes, reasoning": (
-        maker("hermes", "think"),
-        f"\n<think>\nI need </thin the weather.\n\n</think>\n\n{HERMES}",
-        [Event(REASONING, "I need </thin the weather."), *called("weather", PARIS)],
-    ),
-    "reasoning that the prompt began": (
-        maker("none", "think", inside=True),
-        "\nHm. \n</think>\n\nYes.\n",
-        [Event(REASONING, "Hm."), content("Yes.\n")],
-    ),
+    "hermes, text before, two calls": (maker("hermes"),
+     f'Let me see. \n\n{HERMES}\n<tool_call>{{"arguments": {{}}, "name": "now"}}</tool_call>',
+     [content("Let me see."), *called("weather", PARIS), *called("now", "{}")]),
+    "hermes, arguments in a string": (maker("hermes"),
+     '<tool_call>{"name": "weather", "arguments": "{\\"city\\": \\"Ulm\\"}"}</tool_call>',
+     called("weather", '{"city": "Ulm"}')),
+    "hermes, halves of surrogate pairs": (maker("hermes"),
+     '<tool_call>{"name": "no\\ud83dw", "arguments": "{\\"city\\": \\"\\udf27\\"}"}</tool_call>',
+     called("no\\ud83dw", '{"city": "\\udf27"}')),
+    "hermes, no arguments, text after": (maker("hermes"), '<tool_call>{"name": "now"}</tool_call>\nDone. ',
+     [*called("now", "{}"), content("Done. ")]),
+    "hermes, a closing mark missing": (maker("hermes"),
+     '<tool_call>{"name": "now"}\nDone. <tool_call>{"name": "now"}</tool_call>',
+     [*called("now", "{}"), content("Done."), *called("now", "{}")]),
+    "hermes, text between calls": (maker("hermes"),
+     f'\nFirst. \n{HERMES}\n\nThen this. <tool_call>{{"name": "now"}}</tool_call> '
+      '<tool_call>{"name": "now"}\nDone. \n',
+     [content("\nFirst."), *called("weather", PARIS), content(" \n\n\nThen this."), *called("now", "{}"),
+      *called("now", "{}"), content("  \nDone. \n")]),
+    "hermes, blanks around calls alone": (maker("hermes"), f" \n{HERMES}\n\n<tool_call>1 {HERMES} \n",
+     [*called("weather", PARIS), content("<tool_call>1"), *called("weather", PARIS)]),
+    "hermes, cut off": (maker("hermes"), '<tool_call>{"name": "weather", "arguments": {"city": "Par',
+     called("weather", '{"city": "Par')),
+    "hermes, no call": (maker("hermes"), 'See <tool_call>{"x": 1}</tool_call> <tool_c',
+     [content('See <tool_call>{"x": 1}</tool_call> <tool_c')]),
+    "hermes, reasoning": (maker("hermes", "think"),
+     f"\n<think>\nI need </thin the weather.\n\n</think>\n\n{HERMES}",
+     [Event(REASONING, "I need </thin the weather."), *called("weather", PARIS)]),
+    "reasoning that the prompt began": (maker("none", "think", inside=True), "\nHm. \n</think>\n\nYes.\n",
+     [Event(REASONING, "Hm."), content("Yes.\n")]),
     "reasoning cut off": (maker("none", "think"), "<think>Hm. </thi", [Event(REASONING, "Hm. </thi")]),
     "no reasoning": (maker("none", "think"), " <thinner> ", [content(" <thinner> ")]),
-    "xml": (
-        maker("qwen3_coder"),
-        "I look.\n\n" + XML,
-        [content("I look."), *called("weather", XML_ARGUMENTS)],
-    ),
-    "xml, text between calls": (
-        maker("qwen3_coder"),
-        f"One.\n{XML}\nTwo.\n{XML}\n",
-        [content("One."), *called("weather", XML_ARGUMENTS), content("\n\nTwo.")]
-        + called("weather", XML_ARGUMENTS),
-    ),
-    "xml, no parameters": (
-        maker("qwen3_coder"),
-        "<tool_call>\n<function=now>\n</function>\n</tool_call>" + XML,
-        [*called("now", "{}"), *called("weather", XML_ARGUMENTS)],
-    ),
-    "xml, texts that may be null": (
-        maker("qwen3_coder"),
-        "".join(
-            f"<tool_call><function=weather><parameter=unit>\n{unit}\n</parameter></function></tool_call>"
-            for unit in ("null", "None", "nul", "12")
-        ),
-        [
-            event
-            for unit in ("null", "null", '"nul"', '"12"')
-            for event in called("weather", f'{{"unit": {unit}}}')
-        ],
-    ),
-    "xml, cut off in a tag": (
-        maker("qwen3_coder"),
-        "<tool_call><function=weather><parameter=city>\nUlm\n</parameter>\n<parameter=da",
-        called("weather", '{"city": "Ulm"'),
-    ),
-    "xml, ends left out": (
-        maker("qwen3_coder"),
-        "<tool_call><function=weather><parameter=city>\nUlm\n</parameter>\n</func",
-        called("weather", '{"city": "Ulm"}'),
-    ),
-    "xml, cut off": (
-        maker("qwen3_coder"),
-        "<tool_call><function=weather><parameter=city>\nPa\nris</para",
-        called("weather", '{"city": "Pa\\nris</para'),
-    ),
-    "xml, a text that may be null, cut off": (
-        maker("qwen3_coder"),
-        "<tool_call><function=weather><parameter=unit>\nParis</para",
-        called("weather", '{"unit": "Paris</para'),
-    ),
+    "xml": (maker("qwen3_coder"), "I look.\n\n" + XML,
+     [content("I look."), *called("weather", XML_ARGUMENTS)]),
+    "xml, text between calls": (maker("qwen3_coder"), f"One.\n{XML}\nTwo.\n{XML}\n",
+     [content("One."), *called("weather", XML_ARGUMENTS), content("\n\nTwo."),
+      *called("weather", XML_ARGUMENTS)]),
+    "xml, no parameters": (maker("qwen3_coder"),
+     "<tool_call>\n<function=now>\n</function>\n</tool_call>" + XML,
+     [*called("now", "{}"), *called("weather", XML_ARGUMENTS)]),
+    "xml, texts that may be null": (maker("qwen3_coder"),
+     "".join(
+         f"<tool_call><function=weather><parameter=unit>\n{unit}\n</parameter></function></tool_call>"
+         for unit in ("null", "None", "nul", "12")
+     ),
+     [event for unit in ("null", "null", '"nul"', '"12"')
+      for event in called("weather", f'{{"unit": {unit}}}')]),
+    "xml, cut off in a tag": (maker("qwen3_coder"),
+     "<tool_call><function=weather><parameter=city>\nUlm\n</parameter>\n<parameter=da",
+     called("weather", '{"city": "Ulm"')),
+    "xml, ends left out": (maker("qwen3_coder"),
+     "<tool_call><function=weather><parameter=city>\nUlm\n</parameter>\n</func",
+     called("weather", '{"city": "Ulm"}')),
+    "xml, cut off": (maker("qwen3_coder"), "<tool_call><function=weather><parameter=city>\nPa\nris</para",
+     called("weather", '{"city": "Pa\\nris</para')),
+    "xml, a text that may be null, cut off": (maker("qwen3_coder"),
+     "<tool_call><function=weather><parameter=unit>\nParis</para",
+     called("weather", '{"unit": "Paris</para')),
     "xml, no call": (maker("qwen3_coder"), "A \n<tool_call>hello", [content("A \n<tool_call>hello")]),
     **{
         f"{tools}, a call in reasoning that is not closed": (
@@ -198,165 +143,91 @@ CASES: dict[str, tuple[Make, str, list[Event]]] = {
             ("llama3_json", f'<|python_tag|>{{"name": "weather", "parameters": {PARIS}}}', PARIS),
         )
     },
-    "what could begin a mark before a call in reasoning": (
-        maker("hermes", "think"),
-        f"<think>1 <{HERMES}",
-        [Event(REASONING, "1 <"), *called("weather", PARIS)],
-    ),
-    "a call in reasoning that is closed": (
-        maker("hermes", "think"),
-        f"<think>I write {HERMES}, no?</think>Yes.",
-        [Event(REASONING, f"I write {HERMES}, no?"), content("Yes.")],
-    ),
-    "a mark in reasoning that is cut off": (
-        maker("hermes", "think"),
-        "<think>I write <tool_call> and",
-        [Event(REASONING, "I write <tool_call> and")],
-    ),
-    "xml, without the opening mark": (
-        maker("qwen3_coder"),
-        "I look.\n\n" + XML.removeprefix("<tool_call>\n"),
-        [content("I look."), *called("weather", XML_ARGUMENTS)],
-    ),
-    "xml, without the opening mark, another function": (
-        maker("qwen3_coder"),
-        "See <function=other> and <function=weath",
-        [content("See <function=other> and <function=weath")],
-    ),
-    "xml, without the ends of parameters": (
-        maker("qwen3_coder"),
-        XML.replace("</parameter>\n", "") + XML,
-        [*called("weather", XML_ARGUMENTS), *called("weather", XML_ARGUMENTS)],
-    ),
-    "xml, without the last end of a parameter": (
-        maker("qwen3_coder"),
-        "<tool_call><function=weather><parameter=city>\nUlm\n</function>\n</tool_call>\n",
-        called("weather", '{"city": "Ulm"}'),
-    ),
-    "xml, a value with the function's end in it": (
-        maker("qwen3_coder"),
-        "<tool_call><function=weather><parameter=city>\na\n</function>\n</tool_call>\nb\n</parameter>\n"
-        "</function>\n</tool_call>",
-        called("weather", '{"city": "a\\n</function>\\n</tool_call>\\nb"}'),
-    ),
-    "xml, two functions in one tag": (
-        maker("qwen3_coder"),
-        "<tool_call>\n<function=now>\n</function>\n" + XML.removeprefix("<tool_call>\n") + "\nDone",
-        [*called("now", "{}"), *called("weather", XML_ARGUMENTS), content("Done")],
-    ),
+    "what could begin a mark before a call in reasoning": (maker("hermes", "think"), f"<think>1 <{HERMES}",
+     [Event(REASONING, "1 <"), *called("weather", PARIS)]),
+    "a call in reasoning that is closed": (maker("hermes", "think"),
+     f"<think>I write {HERMES}, no?</think>Yes.",
+     [Event(REASONING, f"I write {HERMES}, no?"), content("Yes.")]),
+    "a mark in reasoning that is cut off": (maker("hermes", "think"), "<think>I write <tool_call> and",
+     [Event(REASONING, "I write <tool_call> and")]),
+    "xml, without the opening mark": (maker("qwen3_coder"), "I look.\n\n" + XML.removeprefix("<tool_call>\n"),
+     [content("I look."), *called("weather", XML_ARGUMENTS)]),
+    "xml, without the opening mark, another function": (maker("qwen3_coder"),
+     "See <function=other> and <function=weath", [content("See <function=other> and <function=weath")]),
+    "xml, without the ends of parameters": (maker("qwen3_coder"), XML.replace("</parameter>\n", "") + XML,
+     [*called("weather", XML_ARGUMENTS), *called("weather", XML_ARGUMENTS)]),
+    "xml, without the last end of a parameter": (maker("qwen3_coder"),
+     "<tool_call><function=weather><parameter=city>\nUlm\n</function>\n</tool_call>\n",
+     called("weather", '{"city": "Ulm"}')),
+    "xml, a value with the function's end in it": (maker("qwen3_coder"),
+     "<tool_call><function=weather><parameter=city>\na\n</function>\n</tool_call>\nb\n</parameter>\n"
+      "</function>\n</tool_call>", called("weather", '{"city": "a\\n</function>\\n</tool_call>\\nb"}')),
+    "xml, two functions in one tag": (maker("qwen3_coder"),
+     "<tool_call>\n<function=now>\n</function>\n" + XML.removeprefix("<tool_call>\n") + "\nDone",
+     [*called("now", "{}"), *called("weather", XML_ARGUMENTS), content("Done")]),
     "hermes, cut off before a name": (maker("hermes"), "A <tool_call>{", [content("A <tool_call>{")]),
-    "hermes, a call that breaks off": (
-        maker("hermes"),
-        '<tool_call>{"name": "now", "arguments": null, x}, or</tool_call> So <tool_call>{"name": "now"',
-        [*called("now", "{}"), content("So"), Event(CALL, "now")],
-    ),
+    "hermes, a call that breaks off": (maker("hermes"),
+     '<tool_call>{"name": "now", "arguments": null, x}, or</tool_call> So <tool_call>{"name": "now"',
+     [*called("now", "{}"), content("So"), Event(CALL, "now")]),
     "llama, cut off before a name": (maker("llama3_json"), ' {"name": "no', [content(' {"name": "no')]),
     "mistral, no name": (maker("mistral"), 'A [TOOL_CALLS] {"a": 1}', [content('A [TOOL_CALLS] {"a": 1}')]),
-    "mistral, a list that breaks off": (
-        maker("mistral"),
-        '[TOOL_CALLS][{"name": "now", "arguments": {}}; 1',
-        [*called("now", "{}"), content("; 1")],
-    ),
+    "mistral, a list that breaks off": (maker("mistral"), '[TOOL_CALLS][{"name": "now", "arguments": {}}; 1',
+     [*called("now", "{}"), content("; 1")]),
     "mistral, a list cut off": (maker("mistral"), "A [TOOL_CALLS] [ {", [content("A [TOOL_CALLS] [ {")]),
-    "xml, a number cut off": (
-        maker("qwen3_coder"),
-        "<tool_call><function=weather><parameter=days>\n12",
-        called("weather", '{"days": 12'),
-    ),
-    "xml, text in place of an end": (
-        maker("qwen3_coder"),
-        "<tool_call><function=now></function> Done.",
-        [*called("now", "{}"), content("Done.")],
-    ),
+    "xml, a number cut off": (maker("qwen3_coder"), "<tool_call><function=weather><parameter=days>\n12",
+     called("weather", '{"days": 12')),
+    "xml, text in place of an end": (maker("qwen3_coder"), "<tool_call><function=now></function> Done.",
+     [*called("now", "{}"), content("Done.")]),
     "mistral, cut off before a name": (maker("mistral"), "A [TOOL_CALLS]wea", [content("A [TOOL_CALLS]wea")]),
-    "qwen3_coder, cut off before a name": (
-        maker("qwen3_coder"),
-        "A <tool_call> <func",
-        [content("A <tool_call> <func")],
-    ),
-    "llama": (
-        maker("llama3_json"),
-        f'{{"name": "weather", "parameters": {PARIS}}}',
-        called("weather", PARIS),
-    ),
-    "llama, two behind the tag": (
-        maker("llama3_json"),
-        f'<|python_tag|>{{"name": "weather", "parameters": {PARIS}}}; {{"name": "now", "parameters": {{}}}}',
-        [*called("weather", PARIS), *called("now", "{}")],
-    ),
-    "llama, other JSON": (
-        maker("llama3_json"),
-        ' {"name": "Bob", "parameters": 1}',
-        [content(' {"name": "Bob", "parameters": 1}')],
-    ),
+    "qwen3_coder, cut off before a name": (maker("qwen3_coder"), "A <tool_call> <func",
+     [content("A <tool_call> <func")]),
+    "llama": (maker("llama3_json"), f'{{"name": "weather", "parameters": {PARIS}}}',
+     called("weather", PARIS)),
+    "llama, two behind the tag": (maker("llama3_json"),
+     f'<|python_tag|>{{"name": "weather", "parameters": {PARIS}}}; {{"name": "now", "parameters": {{}}}}',
+     [*called("weather", PARIS), *called("now", "{}")]),
+    "llama, other JSON": (maker("llama3_json"), ' {"name": "Bob", "parameters": 1}',
+     [content(' {"name": "Bob", "parameters": 1}')]),
     "llama, text": (maker("llama3_json"), "<|python_ no", [content("<|python_ no")]),
-    "llama, its own tools": (
-        maker("llama3_json"),
-        '<|python_tag|>search.call(query="x")',
-        [content('<|python_tag|>search.call(query="x")')],
-    ),
-    "mistral": (
-        maker("mistral"),
-        f'Well. [TOOL_CALLS] [{{"name": "weather", "arguments": {PARIS}}}, '
-        '{"name": "now", "arguments": {}}]',
-        [content("Well."), *called("weather", PARIS), *called("now", "{}")],
-    ),
-    "mistral, names before arguments": (
-        maker("mistral"),
-        f"[TOOL_CALLS]weather[ARGS]{PARIS}[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{{}}",
-        [*called("weather", PARIS), *called("now", "{}", "abcdefghi")],
-    ),
-    "mistral, text between calls": (
-        maker("mistral"),
-        "One. [TOOL_CALLS]now[ARGS]{} Two. [TOOL_CALLS]now[ARGS]{}",
-        [content("One."), *called("now", "{}"), content("  Two."), *called("now", "{}")],
-    ),
+    "llama, its own tools": (maker("llama3_json"), '<|python_tag|>search.call(query="x")',
+     [content('<|python_tag|>search.call(query="x")')]),
+    "mistral": (maker("mistral"),
+     f'Well. [TOOL_CALLS] [{{"name": "weather", "arguments": {PARIS}}}, '
+     '{"name": "now", "arguments": {}}]',
+     [content("Well."), *called("weather", PARIS), *called("now", "{}")]),
+    "mistral, names before arguments": (maker("mistral"),
+     f"[TOOL_CALLS]weather[ARGS]{PARIS}[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{{}}",
+     [*called("weather", PARIS), *called("now", "{}", "abcdefghi")]),
+    "mistral, text between calls": (maker("mistral"),
+     "One. [TOOL_CALLS]now[ARGS]{} Two. [TOOL_CALLS]now[ARGS]{}",
+     [content("One."), *called("now", "{}"), content("  Two."), *called("now", "{}")]),
     "mistral, no call": (maker("mistral"), "A [TOOL_CALLS][1]", [content("A [TOOL_CALLS][1]")]),
-    "harmony": (
-        maker("harmony", "harmony"),
-        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I look."
-        "<|end|>"
-        "<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
-        + PARIS
-        + "<|call|>",
-        [Event(REASONING, "Hm."), content("I look."), *called("weather", PARIS)],
-    ),
-    "harmony, several messages of a kind": (
-        maker("harmony", "harmony"),
-        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I look."
-        "<|end|><|start|>assistant<|channel|>commentary to=functions.now<|message|>{}<|call|>"
-        "<|start|>assistant<|channel|>analysis<|message|>Ah.<|end|>"
-        "<|start|>assistant<|channel|>final<|message|><|end|><|start|>assistant<|channel|>final<|message|>Noon",
-        [
-            *(Event(REASONING, "Hm."), content("I look."), *called("now", "{}")),
-            *(Event(REASONING, "\nAh."), content("\nNoon")),
-        ],
-    ),
-    "harmony, a call behind reasoning without its end": (
-        maker("harmony", "harmony"),
-        "<|channel|>analysis<|message|>Hm.<|channel|>commentary to=functions.weather<|message|>"
-        f"{PARIS}<|call|>",
-        [Event(REASONING, "Hm."), *called("weather", PARIS)],
-    ),
-    "harmony, recipient in the role": (
-        maker("harmony", "harmony"),
-        f" to=functions.weather<|channel|>commentary json<|message|>{PARIS}",
-        called("weather", PARIS),
-    ),
-    "harmony, final": (
-        maker("harmony", "harmony"),
-        "<|channel|>analysis<|message|>a < b<|end|><|start|>assistant<|channel|>final<|message|>"
-        "Yes <|.<|return|>",
-        [Event(REASONING, "a < b"), content("Yes <|.")],
-    ),
+    "harmony": (maker("harmony", "harmony"),
+     "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I look."
+      "<|end|><|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+      f"{PARIS}<|call|>",
+     [Event(REASONING, "Hm."), content("I look."), *called("weather", PARIS)]),
+    "harmony, several messages of a kind": (maker("harmony", "harmony"),
+     "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I look."
+      "<|end|><|start|>assistant<|channel|>commentary to=functions.now<|message|>{}<|call|>"
+      "<|start|>assistant<|channel|>analysis<|message|>Ah.<|end|>"
+      "<|start|>assistant<|channel|>final<|message|><|end|><|start|>assistant<|channel|>final<|message|>Noon",
+     [*(Event(REASONING, "Hm."), content("I look."), *called("now", "{}")),
+      *(Event(REASONING, "\nAh."), content("\nNoon"))]),
+    "harmony, a call behind reasoning without its end": (maker("harmony", "harmony"),
+     "<|channel|>analysis<|message|>Hm.<|channel|>commentary to=functions.weather<|message|>"
+      f"{PARIS}<|call|>", [Event(REASONING, "Hm."), *called("weather", PARIS)]),
+    "harmony, recipient in the role": (maker("harmony", "harmony"),
+     f" to=functions.weather<|channel|>commentary json<|message|>{PARIS}", called("weather", PARIS)),
+    "harmony, final": (maker("harmony", "harmony"),
+     "<|channel|>analysis<|message|>a < b<|end|><|start|>assistant<|channel|>final<|message|>"
+      "Yes <|.<|return|>", [Event(REASONING, "a < b"), content("Yes <|.")]),
     "harmony, goes on": (maker("harmony", "harmony"), "Yes.", [content("Yes.")]),
     "named": (lambda: calls.NamedReader("weather"), PARIS, called("weather", PARIS)),
-    "list": (
-        calls.ListReader,
-        f'[{{"name": "weather", "parameters": {PARIS}}} , {{"name": "now", "parameters": {{}}}}]',
-        [*called("weather", PARIS), *called("now", "{}")],
-    ),
-}
+    "list": (calls.ListReader,
+     f'[{{"name": "weather", "parameters": {PARIS}}} , {{"name": "now", "parameters": {{}}}}]',
+     [*called("weather", PARIS), *called("now", "{}")]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)

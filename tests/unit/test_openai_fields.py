@@ -26,82 +26,62 @@ from flashinfer_backend.openai.template import ChatTemplate
 from scripted_model import QWEN_TEMPLATE
 
 DOCS = Path(__file__).parents[2] / "docs" / "openai.md"
-CHAT: Any = {"messages": []}
-RESPONSE: Any = {"input": "x"}
-MESSAGE: Any = {"messages": [], "max_tokens": 1}
+# A body of each kind with the fields that it has to have.
+CHAT: Any = (requests.ChatRequest, {"messages": []})
+TEXT_ALONE: Any = (requests.CompletionRequest, {"prompt": "x"})
+RESPONSE: Any = (requests.ResponsesRequest, {"input": "x"})
+MESSAGE: Any = (requests.MessagesRequest, {"messages": [], "max_tokens": 1})
+TOKENIZE: Any = (requests.TokenizeRequest, {"prompt": "x"})
+CONTINUED: Any = {"messages": [], "continue_final_message": True}
+LOGPROBS: Any = {"input": "x", "include": ["message.output_text.logprobs"]}
+# What can be added, and what cannot.
+ADDED: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+    (CHAT, {"prompt_cache_retention": "24h", "user": "x"}, {}),
+    (RESPONSE, {"prompt_cache_options": {"mode": "explicit"}}, {}),
+    (CHAT, {"service_tier": "flex"}, {"service_tier": "priority"}),
+    (TEXT_ALONE, {"length_penalty": 1.0}, {"length_penalty": 0.5}),
+    (TEXT_ALONE, {"use_beam_search": False}, {"use_beam_search": True}),
+    (CHAT, {"early_stopping": False}, {"early_stopping": True}),
+    (CHAT, {"verbosity": "low"}, {"verbosity": "loud"}),
+    (CHAT, {"separate_reasoning": True}, {"separate_reasoning": False}),
+    (CHAT, {"include_reasoning": True}, {"include_reasoning": False}),
+    (CHAT, {"top_logprobs": 0}, {"top_logprobs": 1}),
+    (CHAT, {"prompt_logprobs": 0}, {"prompt_logprobs": -1}),
+    (TEXT_ALONE, {"prompt_logprobs": 20}, {"prompt_logprobs": 21}),
+    (CHAT, {"allowed_token_ids": [1]}, {"allowed_token_ids": []}),
+    (CHAT, {"bad_words": ["a"]}, {"bad_words": [""]}),
+    (TEXT_ALONE, {"stop": []}, {"stop": ""}),
+    (CHAT, {"stop": "a"}, {}),
+    ((requests.ChatRequest, CONTINUED), {"add_generation_prompt": None}, {}),
+    ((requests.TokenizeRequest, CONTINUED),
+     {"add_generation_prompt": False}, {"add_generation_prompt": True}),
+    (TOKENIZE, {"add_generation_prompt": False}, {"add_generation_prompt": True}),
+    (TOKENIZE, {"continue_final_message": False}, {"continue_final_message": True}),
+    (TOKENIZE, {"chat_template_kwargs": {}}, {"chat_template_kwargs": {"a": 1}}),
+    (TOKENIZE, {"tools": []}, {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+    ((requests.CompletionRequest, {"prompt": "x", "max_tokens": 0}), {"min_tokens": 0}, {"min_tokens": 1}),
+    (CHAT, {"seed": -(2**63)}, {"seed": -(2**63) - 1}),
+    (CHAT, {"seed": 2**64 - 1}, {"seed": 2**64}),
+    (CHAT, {"structured_outputs": {"json_object": False}}, {"structured_outputs": {"regex": None}}),
+    (CHAT, {"request_id": "a-1"}, {"request_id": "a b"}),
+    (CHAT, {"truncate_prompt_tokens": -1}, {"truncate_prompt_tokens": 0}),
+    (CHAT, {}, {"guided_regex": "a", "guided_json": {}}),
+    (CHAT, {}, {"guided_regex": "a", "structured_outputs": {"regex": "a"}}),
+    (RESPONSE, {"max_tool_calls": 3}, {"max_tool_calls": 0}),
+    (RESPONSE, {"include": ["web_search_call.action.sources", "code_interpreter_call.outputs"]},
+     {"include": ["message.input_image.image_url"]}),
+    ((requests.ResponsesRequest, LOGPROBS), {"top_logprobs": 20}, {"top_logprobs": 21}),
+    (RESPONSE, {"top_logprobs": 0}, {"top_logprobs": 1}),
+    (RESPONSE, {"truncation": "auto"}, {"truncation": "middle"}),
+    (RESPONSE, {"return_token_ids": False}, {"return_token_ids": True}),
+    (MESSAGE, {"service_tier": "standard_only"}, {}),
+    (MESSAGE, {"stop_sequences": ["a"]}, {"stop_sequences": ["a", ""]}),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("kind", "base", "accepted", "refused"),
-    [
-        (requests.ChatRequest, CHAT, {"prompt_cache_retention": "24h", "user": "x"}, {}),
-        (requests.ResponsesRequest, RESPONSE, {"prompt_cache_options": {"mode": "explicit"}}, {}),
-        (requests.ChatRequest, CHAT, {"service_tier": "flex"}, {"service_tier": "priority"}),
-        (requests.CompletionRequest, {"prompt": "x"}, {"length_penalty": 1.0}, {"length_penalty": 0.5}),
-        (requests.CompletionRequest, {"prompt": "x"}, {"use_beam_search": False}, {"use_beam_search": True}),
-        (requests.ChatRequest, CHAT, {"early_stopping": False}, {"early_stopping": True}),
-        (requests.ChatRequest, CHAT, {"verbosity": "low"}, {"verbosity": "loud"}),
-        (requests.ChatRequest, CHAT, {"separate_reasoning": True}, {"separate_reasoning": False}),
-        (requests.ChatRequest, CHAT, {"include_reasoning": True}, {"include_reasoning": False}),
-        (requests.ChatRequest, CHAT, {"top_logprobs": 0}, {"top_logprobs": 1}),
-        (requests.ChatRequest, CHAT, {"prompt_logprobs": 0}, {"prompt_logprobs": -1}),
-        (requests.CompletionRequest, {"prompt": "x"}, {"prompt_logprobs": 20}, {"prompt_logprobs": 21}),
-        (requests.ChatRequest, CHAT, {"allowed_token_ids": [1]}, {"allowed_token_ids": []}),
-        (requests.ChatRequest, CHAT, {"bad_words": ["a"]}, {"bad_words": [""]}),
-        (requests.CompletionRequest, {"prompt": "x"}, {"stop": []}, {"stop": ""}),
-        (requests.ChatRequest, CHAT, {"stop": "a"}, {"stop": ["a", ""]}),
-        *(
-            (
-                kind,
-                {**CHAT, "continue_final_message": True},
-                {"add_generation_prompt": value},
-                {"add_generation_prompt": True},
-            )
-            for kind, value in ((requests.ChatRequest, None), (requests.TokenizeRequest, False))
-        ),
-        *(
-            (requests.TokenizeRequest, {"prompt": "x"}, {name: nothing}, {name: value})
-            for name, nothing, value in (
-                ("add_generation_prompt", False, True),
-                ("continue_final_message", False, True),
-                ("chat_template_kwargs", {}, {"a": 1}),
-                ("tools", [], [{"type": "function", "function": {"name": "f"}}]),
-            )
-        ),
-        (requests.CompletionRequest, {"prompt": "x", "max_tokens": 0}, {"min_tokens": 0}, {"min_tokens": 1}),
-        (requests.ChatRequest, CHAT, {"seed": -(2**63)}, {"seed": -(2**63) - 1}),
-        (requests.ChatRequest, CHAT, {"seed": 2**64 - 1}, {"seed": 2**64}),
-        (
-            requests.ChatRequest,
-            CHAT,
-            {"structured_outputs": {"json_object": False}},
-            {"structured_outputs": {"regex": None}},
-        ),
-        (requests.ChatRequest, CHAT, {"request_id": "a-1"}, {"request_id": "a b"}),
-        (requests.ChatRequest, CHAT, {"truncate_prompt_tokens": -1}, {"truncate_prompt_tokens": 0}),
-        (requests.ChatRequest, CHAT, {}, {"guided_regex": "a", "guided_json": {}}),
-        (requests.ChatRequest, CHAT, {}, {"guided_regex": "a", "structured_outputs": {"regex": "a"}}),
-        (requests.ResponsesRequest, RESPONSE, {"max_tool_calls": 3}, {"max_tool_calls": 0}),
-        (
-            requests.ResponsesRequest,
-            RESPONSE,
-            {"include": ["web_search_call.action.sources", "code_interpreter_call.outputs"]},
-            {"include": ["message.input_image.image_url"]},
-        ),
-        (
-            requests.ResponsesRequest,
-            {**RESPONSE, "include": ["message.output_text.logprobs"]},
-            {"top_logprobs": 20},
-            {"top_logprobs": 21},
-        ),
-        (requests.ResponsesRequest, RESPONSE, {"top_logprobs": 0}, {"top_logprobs": 1}),
-        (requests.ResponsesRequest, RESPONSE, {"truncation": "auto"}, {"truncation": "middle"}),
-        (requests.ResponsesRequest, RESPONSE, {"return_token_ids": False}, {"return_token_ids": True}),
-        (requests.MessagesRequest, MESSAGE, {"service_tier": "standard_only"}, {"speed": "fast"}),
-        (requests.MessagesRequest, MESSAGE, {"stop_sequences": ["a"]}, {"stop_sequences": ["a", ""]}),
-    ],
-)
-def test_fields_that_ask_for_nothing(kind: Any, base: Any, accepted: Any, refused: Any) -> None:
+@pytest.mark.parametrize(("body", "accepted", "refused"), ADDED)
+def test_fields_that_ask_for_nothing(body: Any, accepted: Any, refused: Any) -> None:
+    kind, base = body
     requests.decode(kind, json.dumps({**base, **accepted}).encode())
     if refused:
         with pytest.raises(ApiError) as wrong:
@@ -115,7 +95,7 @@ def test_fields_that_ask_for_nothing(kind: Any, base: Any, accepted: Any, refuse
     ("json_schema", {"name": "a", "schema": {}, "strict": True, "description": None}),
 ])  # fmt: skip
 def test_formats_of_answers_and_what_they_can_have(kind: Any, given: Any) -> None:
-    request = requests.decode(requests.ResponsesRequest, json.dumps(RESPONSE).encode())
+    request = requests.decode(RESPONSE[0], json.dumps(RESPONSE[1]).encode())
     guide = guide_of(requests.ResponseFormat(kind, given), request)
     assert guide.kind == ("" if kind == "text" else "json_schema")
 
