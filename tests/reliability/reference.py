@@ -18,14 +18,9 @@ from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.serving.generation import FINISH_REASONS
 
 OPENINGS = [
-    "Once upon a time",
-    "The king said to his daughter that",
-    "One day, a little girl named Lily",
-    "Tom and his dog",
-    "Ein Mädchen ging in den Wald, und dort",
-    "🙂 says the",
-    "It was raining. The boy",
-]
+    "Once upon a time", "The king said to his daughter that", "One day, a little girl named Lily",
+    "Tom and his dog", "Ein Mädchen ging in den Wald, und dort", "🙂 says the", "It was raining. The boy",
+]  # fmt: skip
 QUESTIONS = ["Why is the sky blue?", "Tell me a story.", "What do cats eat?", "Who was the king's wife?"]
 LONG = "A long story about a king and his three daughters, who lived in a castle near the sea. "
 REGEXES = [

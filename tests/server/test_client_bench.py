@@ -50,16 +50,8 @@ def measured(folder: Path, backend: str, url: str, *more: str) -> tuple[dict[str
 
 def test_generate_writes_the_same_over_http_and_grpc(server: Server, capsys: Any) -> None:
     options = [
-        "Once upon a time",
-        "--max-tokens",
-        "16",
-        "--temperature",
-        "0.9",
-        "--seed",
-        "3",
-        "--top-k",
-        "9",
-    ]
+        "Once upon a time", "--max-tokens", "16", "--temperature", "0.9", "--seed", "3", "--top-k", "9",
+    ]  # fmt: skip
     options += ["--top-k", "9", "--stop", "nothing like that", "--stop", "nor that"]
     assert generate.main([*options, "--url", server.url]) == 0
     text = capsys.readouterr().out

@@ -27,18 +27,10 @@ from flashinfer_backend.triton_server.requests import LlmLimits, parse_request
 
 REPOSITORY = Path(__file__).parents[2] / "model_repo"
 KINDS = [
-    requests.ChatRequest,
-    requests.CompletionRequest,
-    requests.ResponsesRequest,
-    requests.MessagesRequest,
-    requests.TokenizeRequest,
-    requests.DetokenizeRequest,
-    requests.EmbeddingRequest,
-    requests.RerankRequest,
-    requests.ScoreRequest,
-    adapters.LoadRequest,
-    adapters.UnloadRequest,
-]
+    requests.ChatRequest, requests.CompletionRequest, requests.ResponsesRequest, requests.MessagesRequest,
+    requests.TokenizeRequest, requests.DetokenizeRequest, requests.EmbeddingRequest, requests.RerankRequest,
+    requests.ScoreRequest, adapters.LoadRequest, adapters.UnloadRequest,
+]  # fmt: skip
 BODY_FIELDS = [(kind, field.name) for kind in KINDS for field in msgspec.structs.fields(kind)]
 REFUSED = {*refused._FEATURES, *preprocessing.REFUSED}
 PROMPT_BYTES = 1000

@@ -24,14 +24,9 @@ from flashinfer_backend.worker.start import start_runner
 
 ROOT = Path(__file__).parents[2]
 JSON_FILES = (
-    "config.json",
-    "config.json",
-    "generation_config.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "model.safetensors.index.json",
-)
+    "config.json", "config.json", "generation_config.json", "tokenizer_config.json",
+    "special_tokens_map.json", "tokenizer.json", "model.safetensors.index.json",
+)  # fmt: skip
 VALUES: list[Any] = [
     None, True, 0, -1, 1, 3, 7, 2.5, 1e400, -1e400, 10**12, 10**30, "", "x", "8", "silu", [], [1], ["x"],
     [[]], {}, {"a": 1}, {"rope_type": "llama3"}, {"type": "linear", "factor": "x"}, {"0": "x"},

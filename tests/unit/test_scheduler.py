@@ -435,18 +435,8 @@ def test_what_was_found_in_the_prefix_cache_is_counted_each_time_that_a_sequence
     for request in (first, second):
         result.submit(request)
         plans.append(result.schedule(in_flight=False))
-    assert (first.cached_tokens, first.reused_blocks, first.allocated_blocks, first.new_blocks) == (
-        0,
-        0,
-        7,
-        7,
-    )
-    assert (second.cached_tokens, second.reused_blocks, second.allocated_blocks, second.new_blocks) == (
-        64,
-        4,
-        3,
-        3,
-    )
+    counts = [(r.cached_tokens, r.reused_blocks, r.allocated_blocks, r.new_blocks) for r in (first, second)]
+    assert counts == [(0, 0, 7, 7), (64, 4, 3, 3)]
     assert (result.prompt_tokens, result.prompt_tokens_reused, result.blocks_reused) == (200, 64, 4)
     assert [plan.recalled for plan in plans] == [[], [(second.slot, bytes(4 * 64))]]
     finish(result, plans[1])
