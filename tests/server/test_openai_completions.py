@@ -151,9 +151,6 @@ def test_log_probs_of_a_prompt_by_id(client: openai.OpenAI, door: OpenAiServer) 
         assert answer["prompt_logprobs"][0] is None
         asked, told = answer["prompt_token_ids"][1:], answer["prompt_logprobs"][1:]
         assert all(str(token) in found for token, found in zip(asked, told, strict=True))
-    for path, asked in (("/v1/completions", body), ("/v1/chat/completions", messages)):
-        status, message, _, _ = door.error(path, {**asked, "stream": True, "prompt_logprobs": 0})
-        assert status == 400 and "prompt_logprobs cannot be streamed" in message
 
 
 def test_the_best_of_several(client: openai.OpenAI) -> None:
@@ -179,8 +176,6 @@ def test_what_clients_of_vllm_send(client: openai.OpenAI) -> None:
     one = free.choices[0].token_ids[0]
     assert set(ask(allowed_token_ids=[one, 7, 7]).choices[0].token_ids) <= {one, 7}
     for wrong, words in (
-        ({"allowed_token_ids": [2048]}, "allowed_token_ids holds 2048; token ids should lie in 0..2047"),
-        ({"request_id": "mine\n"}, "request_id: "),
         ({"guided_regex": "a(?=b)"}, "400 - guided_regex is not a valid regex: "),
         ({"guided_regex": "(([a-z ,]{1,60}){1,60}){1,60}"}, "400 - following the grammar failed after"),
         ({"allowed_token_ids": [one], "guided_regex": "[^ ]{3}0"}, "allowed_token_ids leaves no token"),

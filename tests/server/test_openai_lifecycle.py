@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai_server import CALL_TOKEN, OpenAiServer, events, openai_running, said
+from openai_server import OpenAiServer, events, openai_running
 from running import TIMEOUT_S, BothDoors, files_below, wait_for
 
 from client.load import Load
@@ -169,8 +169,8 @@ def test_an_engine_that_cannot_start(chat_model: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def narrow(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAiServer]:
-    """One runs, two wait. Its calls are Qwen3-Coder's."""
-    settings = ["max_num_seqs=1", "max_queue_size=2", "--tool-format", "qwen3_coder"]
+    """One runs, two wait."""
+    settings = ["max_num_seqs=1", "max_queue_size=2"]
     with openai_running(chat_model, tmp_path_factory.mktemp("narrow"), *settings) as started:
         yield started
 
@@ -216,17 +216,3 @@ def test_the_longest_of_known_lengths_goes_first(narrow: OpenAiServer) -> None:
         assert overtaking.getresponse().read(10)
         assert select.select([first.sock], [], [], 0)[0] == [], "it has begun already"
     wait_for(lambda: idle(narrow), "both to be dropped")
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_strict_calls_with_a_tag_for_each_argument(narrow: OpenAiServer, stream: bool) -> None:
-    """A text that its schema bounds is written as JSON, with quotes that are no part of it."""
-    city = {"type": "string", "pattern": "^Ulm$"}
-    parameters = {"type": "object", "properties": {"c": city}, "required": ["c"]}
-    tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": parameters}}
-    # The bias has the model, which writes anything else after it, open a call.
-    body: dict[str, Any] = {**LONG, "logit_bias": {str(CALL_TOKEN): 100}, "parallel_tool_calls": False}
-    body |= {"max_tokens": 80, "tools": [tool], "stream": stream}
-    with narrow.opened(CHAT, body) as answer:
-        text = answer.read().decode()
-    assert said(events(text) if stream else [json.loads(text)])[2] == [("f", '{"c": "Ulm"}')]

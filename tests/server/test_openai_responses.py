@@ -110,7 +110,7 @@ def check_events(events: list[Any]) -> list[str]:
     return [item.type for item in final.output]
 
 
-def test_reasoning_that_the_client_keeps(client: openai.OpenAI, door: OpenAiServer) -> None:
+def test_reasoning_that_the_client_keeps(client: openai.OpenAI) -> None:
     """LiteLLM and the Vercel AI SDK ask for it, and send it back without the text."""
     more: Any = {
         "include": ["reasoning.encrypted_content"],
@@ -128,9 +128,6 @@ def test_reasoning_that_the_client_keeps(client: openai.OpenAI, door: OpenAiServ
     assert messages_of(request)[0][1]["reasoning_content"] == item.content[0].text
     assert respond(client, input=[*request.input, {"role": "user", "content": ASK}]).output_text
     assert not hasattr(respond(client).output[0], "encrypted_content")
-    for foreign in ("gAAAA?", "/w==", 5):
-        body = {"input": [{**sent, "encrypted_content": foreign}]}
-        assert "encrypted_content is not of this server" in door.error("/v1/responses", body)[1]
 
 
 def dicts(tokens: Any) -> list[dict[str, Any]]:

@@ -262,8 +262,3 @@ def test_a_forced_call_beside_a_response_format(client: openai.OpenAI, choice: A
     content, ((name, arguments),), _ = both(client, **more, response_format=openai_format(Animal))
     assert (content, name) == ("", "weather")
     check_weather(arguments)
-
-
-def test_any_json_object(client: openai.OpenAI) -> None:
-    answer = ask(client, response_format={"type": "json_object"}, max_tokens=30)
-    assert answer.choices[0].message.content.lstrip().startswith("{")

@@ -98,6 +98,7 @@ def test_formats_of_answers_and_what_they_can_have(kind: Any, given: Any) -> Non
     request = requests.decode(RESPONSE[0], json.dumps(RESPONSE[1]).encode())
     guide = guide_of(requests.ResponseFormat(kind, given), request)
     assert guide.kind == ("" if kind == "text" else "json_schema")
+    assert kind != "json_object" or json.loads(guide.text)["type"] == "object"
 
 
 @pytest.mark.parametrize("key", ["1_0", "010", "+10", " 10", "１０", "-0"])

@@ -30,6 +30,7 @@ GOOD: dict[str, dict[str, Any]] = {
 # instructions, which are no part of the input.
 ALSO = {CHAT: {"stream": True}, RESPONSES: {"instructions": "Be brief."}}
 FLAT = {"type": "function", "name": "weather"}
+SPACE = {"type": "namespace", "name": "n", "tools": []}
 WEATHER, NOW = ({"type": "function", "function": {"name": name}} for name in ("weather", "now"))
 FUNCTION = {"name": "weather", "input_schema": {"type": "object"}}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
@@ -126,6 +127,10 @@ REFUSED: list[tuple[Any, ...]] = [
     (COMPLETIONS, {"n": 3, "best_of": 2}, "at least n"),
     (COMPLETIONS, {"best_of": 2, "stream": True}, "cannot be streamed"),
     (COMPLETIONS, {"echo": True, "logprobs": 1, "stream": True}, "cannot be streamed"),
+    (COMPLETIONS, {"prompt_logprobs": 0, "stream": True}, "prompt_logprobs cannot be streamed"),
+    (CHAT, {"prompt_logprobs": 0, "stream": True}, "prompt_logprobs cannot be streamed"),
+    (COMPLETIONS, {"allowed_token_ids": [2048]},
+     "allowed_token_ids holds 2048; token ids should lie in 0..2047"),
     (COMPLETIONS, {"prompt": []}, "empty"),
     (COMPLETIONS, {"prompt": [[]]}, "empty"),
     (COMPLETIONS, {"prompt": [1, "x"]}, "prompt should be"),
@@ -193,6 +198,9 @@ REFUSED: list[tuple[Any, ...]] = [
      "tools", "tools[0].format.syntax is not a field of the format text"),
     (RESPONSES, {"tools": [{"type": "custom", "name": "c", "strict": True}]},
      "tools", "tools[0].strict is not a field of a custom tool"),
+    (RESPONSES, {"tools": [{"type": "mcp"}, {**SPACE, "tools": [{**FLAT, "name": "a b"}]}]},
+     "tools", "tools[1].tools[0].name is"),
+    (RESPONSES, {"tools": [{**SPACE, "tools": [SPACE]}]}, "tools[0].tools[0] should be a function or"),
     (RESPONSES, {"tools": [{"type": "mcp"}], "tool_choice": "required"},
      "tool_choice is set, but this server leaves out all of the tools: mcp"),
     (RESPONSES, {"tools": [{"type": "custom", "name": "c", "format": {"type": "grammar", "syntax": "peg"}}]},
@@ -212,6 +220,14 @@ REFUSED: list[tuple[Any, ...]] = [
      'input[2].content[0] is of type "x"'),
     (RESPONSES, {"input": [*ASK, {**CALLS, "call_id": "1"}, {**RESULT, "output": [{"type": "x"}]}]},
      'input[2].output[0] is of type "x"'),
+    (RESPONSES, {"input": [{"type": "custom_tool_call", "call_id": "1", "name": "c"}]},
+     "input[0].input is null; it should be a text"),
+    (RESPONSES, {"input": [{"type": "reasoning", "encrypted_content": "gAAAA?"}]},
+     "input[0].encrypted_content is not of this server"),
+    (RESPONSES, {"input": [{"type": "reasoning", "encrypted_content": "/w=="}]},
+     "input[0].encrypted_content is not of this server"),
+    (RESPONSES, {"input": [{"type": "reasoning", "encrypted_content": 5}]},
+     "input[0].encrypted_content is not of this server"),
     (RESPONSES, {"input": [{"type": "function_call", "call_id": "1"}]},
      "input[0].name is null; it should be a text"),
     (RESPONSES, {"input": [{"type": "function_call", "name": "f", "namespace": 5}]},
