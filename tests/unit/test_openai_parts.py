@@ -45,7 +45,6 @@ from flashinfer_backend.openai.served_model import ServedModel
 from flashinfer_backend.openai.template import ChatTemplate, plain_messages
 from flashinfer_backend.openai.tools import AUTO, Tools, read_tools
 from flashinfer_backend.serving.generation import Chunk, GenerationRequest
-from flashinfer_backend.structured.json_schema import checked_schema, parse_schema
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.transport import protocol
@@ -431,61 +430,11 @@ def test_tools_that_are_nested_too_deeply_for_a_template() -> None:
         ChatTemplate("{{ tools | tojson }}", {}).render(ASK, tools=[tool])
 
 
-def test_definitions_of_several_tools_stay_apart() -> None:
-    def tool(name: str, kind: str) -> dict[str, Any]:
-        parameters = {
-            "type": "object",
-            "properties": {"x": {"$ref": "#/$defs/X"}, "y": {"anyOf": [{"$ref": "#/$defs/X"}]}},
-            "$defs": {"X": {"type": kind}},
-        }
-        return {"type": "function", "function": {"name": name, "parameters": parameters}}
-
-    tools = read_tools([tool("a", "string"), tool("b", "integer")], "required", None)
-    kind, text, _ = tools.guide
-    schema = json.loads(text)
-    assert kind == "json_schema"
-    first, second = (schema["$defs"][place] for place in ("f0", "f1"))
-    assert (first["$defs"], second["$defs"]) == ({"X": {"type": "string"}}, {"X": {"type": "integer"}})
-    assert first["properties"]["x"] == {"$ref": "#/$defs/f0/$defs/X"}
-    assert second["properties"]["y"] == {"anyOf": [{"$ref": "#/$defs/f1/$defs/X"}]}
-    named = [call["properties"]["name"]["const"] for call in schema["items"]["anyOf"]]
-    where = [call["properties"]["parameters"]["$ref"] for call in schema["items"]["anyOf"]]
-    assert dict(zip(named, where, strict=True)) == {"a": "#/$defs/f0", "b": "#/$defs/f1"}
+def test_allowed_tools_are_all_that_there_are() -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in "ab"]
     allowed = AllowedChoice(AllowedFunctions("auto", [FunctionChoice.of("b")]))
-    taken = read_tools([tool("a", "string"), tool("b", "integer")], allowed, None)
+    taken = read_tools(tools, allowed, None)
     assert (taken.choice, list(taken.schemas)) == (AUTO, ["b"])
-
-
-def test_forced_calls_refer_to_any_part_of_their_own_schema() -> None:
-    """Also to the whole. What only looks like a reference stays: a value, and a property of that name."""
-    value = {"$ref": "#/properties/from"}
-    parameters = {
-        "$id": "https://example.com/f",
-        "type": "object",
-        "properties": {
-            "from": {"type": "object", "properties": {"x": {"enum": [1, value]}}, "required": ["x"]},
-            "to": {"$ref": "#/properties/from"},
-            "next": {"anyOf": [{"type": "null"}, {"$ref": "#"}]},
-            "$ref": {"type": "integer"},
-        },
-        "required": ["from", "to", "next"],
-    }
-    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-    text = read_tools([tool], "required", None).guide.text
-    prepared = checked_schema(parse_schema(text))
-
-    def resolved(schema: Any) -> Any:
-        while "$ref" in schema:
-            schema = prepared["$defs"][schema["$ref"].removeprefix("#/$defs/")]
-        return schema
-
-    (call,) = prepared["items"].get("anyOf", [prepared["items"]])
-    own = resolved(call["properties"]["parameters"])
-    assert list(own["properties"]) == ["from", "to", "next", "$ref"]
-    assert own["properties"]["$ref"] == {"type": "integer"}
-    assert resolved(own["properties"]["to"]) == own["properties"]["from"]
-    assert own["properties"]["from"]["properties"]["x"]["enum"] == [1, value]
-    assert resolved(own["properties"]["next"]["anyOf"][1]) == own
 
 
 def test_parameters_nested_too_deeply_are_refused() -> None:

@@ -18,7 +18,7 @@ from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.formats.choice import make_reader
 from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, REASONING, Reader
-from flashinfer_backend.openai.strict import CALLS_OR_JSON, calls_guide
+from flashinfer_backend.openai.strict import CALLS_OR_JSON, calls_guide, forced_guide
 from flashinfer_backend.structured.compiler import GrammarCompiler, TokenTexts
 from flashinfer_backend.structured.grammar import Grammar, GrammarError
 from flashinfer_backend.structured.preparation import GrammarPreparation
@@ -306,6 +306,70 @@ def test_calls_behind_reasoning_are_read_alike_between_any_two_tokens(
     assert whole[1].strip() and whole[2][0] == ["get.weather", GOOD] and told(*pieces) == whole
     for cut in range(len(pieces)):
         assert told("".join(pieces[:cut]), "".join(pieces[cut:])) == whole, pieces[:cut]
+
+
+def forced(functions: dict[str, Any], *calls: tuple[str, Any]) -> tuple[dict[str, Any], str]:
+    return functions, json.dumps([{"name": name, "parameters": arguments} for name, arguments in calls])
+
+
+def of_x(kind: str) -> dict[str, Any]:
+    reference = {"$ref": "#/$defs/X"}
+    return {
+        "type": "object",
+        "properties": {"x": reference, "y": {"anyOf": [reference]}},
+        "required": ["x", "y"],
+        "additionalProperties": False,
+        "$defs": {"X": {"type": kind}},
+    }
+
+
+SEVERAL = {"a": of_x("string"), "b": of_x("integer")}
+# References to any part of their own schema, also to the whole. What only looks like one stays: a value, and
+# a property of that name.
+SELF = {
+    "f": {
+        "$id": "https://example.com/f",
+        "type": "object",
+        "properties": {
+            "from": {"type": "object", "properties": {"x": {"enum": [1, {"$ref": "#/properties/from"}]}}},
+            "to": {"$ref": "#/properties/from"},
+            "next": {"anyOf": [{"type": "null"}, {"$ref": "#"}]},
+            "$ref": {"type": "integer"},
+        },
+        "required": ["from", "to", "next"],
+    }
+}
+LEAF = {"from": {"x": {"$ref": "#/properties/from"}}, "to": {"x": 1}, "next": None}
+
+
+@pytest.mark.parametrize(
+    ("asked", "parallel", "right"),
+    [
+        (forced(SEVERAL, ("a", {"x": "1", "y": "2"})), False, True),
+        (forced(SEVERAL, ("b", {"x": 1, "y": 2}), ("a", {"x": "1", "y": "2"})), True, True),
+        (forced(SEVERAL, ("b", {"x": 1, "y": 2}), ("a", {"x": "1", "y": "2"})), False, False),
+        (forced(SEVERAL), True, False),
+        (forced(SEVERAL, ("a", {"x": 1, "y": 2})), True, False),
+        (forced(SEVERAL, ("b", {"x": 1, "y": "2"})), True, False),
+        (forced(SEVERAL, ("c", {})), True, False),
+        (forced(SELF, ("f", LEAF)), True, True),
+        (forced(SELF, ("f", {**LEAF, "next": {**LEAF, "$ref": 5}})), True, True),
+        (forced(SELF, ("f", {**LEAF, "next": {}})), True, False),
+        (forced(SELF, ("f", {**LEAF, "to": {"x": 2}})), True, False),
+    ],
+)
+def test_forced_calls_follow_the_schemas_of_their_functions(
+    compiler: GrammarCompiler, tokenizer: TextTokenizer, asked: Any, parallel: bool, right: bool
+) -> None:
+    functions, text = asked
+    guide = compiler.compile(*forced_guide(functions, parallel)[:2], END_ID)
+    assert (follows(guide, tokenizer, text) and allowed(guide, END_ID)) == right
+
+
+def test_what_forced_calls_cannot_follow_is_named_with_its_function(compiler: GrammarCompiler) -> None:
+    guide = forced_guide({"f": {"properties": {"a": {"not": {}}}}}, True)
+    with pytest.raises(GrammarError, match=r"^guided_decoding_guide: the parameters of f: 'not' .*#/prop"):
+        compiler.compile(*guide[:2], END_ID)
 
 
 ANIMAL = {

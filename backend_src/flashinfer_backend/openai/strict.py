@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grammars for answers that may call functions: text is free, or JSON of a response_format, and calls match
-their schemas.
+their schemas. Or all of the answer is calls.
 
 A grammar is in llguidance's Lark, with numbers in place of its schemas, which structured/compiler.py puts in.
 It reads the text as the format's reader does (formats/): what the reader takes for a call, it holds to one of
@@ -8,7 +8,7 @@ the functions. llguidance splits the text into terminals, each as long as it can
 terminal with the mark that ends it, and no other terminal that could stand there goes on behind that.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -30,6 +30,7 @@ from flashinfer_backend.openai.formats.qwen_xml import (
     plain_text,
 )
 from flashinfer_backend.openai.formats.reasoning import CLOSE, OPEN
+from flashinfer_backend.openai.link import OTHER_GUIDE
 from flashinfer_backend.openai.sampling import ANY_OBJECT, Guide
 from flashinfer_backend.structured.compiler import LLAMA_MARKS, MISTRAL_MARKS
 from flashinfer_backend.structured.regex import escaped
@@ -73,9 +74,37 @@ def calls_guide(
     special: tuple[str, ...] | None = _MARKS.get(tool_format, ())
     if content is None and tool_format in WITH_SPECIAL_TOKENS:
         special = None
-    lark = "\n".join(['%llguidance {"no_forcing": true}', f"start: {answer}", *grammar.lines])
-    guide = {"special_tokens": special, "functions": schemas, "schemas": grammar.schemas, "lark": lark}
-    return Guide(CALLS_GUIDE, msgspec.json.encode(guide).decode(), "tools")
+    beside = "" if content is None else " and response_format"
+    refusal = f"strict functions{beside}: {{}}; leave such keywords or strict out"
+    return _guide(schemas, grammar.schemas, [f"start: {answer}", *grammar.lines], special, refusal)
+
+
+def forced_guide(functions: Functions, parallel: bool) -> Guide:
+    """The answer is a JSON array of calls. Raises ApiError."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "parameters": {"function": name, "at": "#"}},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for name in functions
+    ]
+    most = {} if parallel else {"maxItems": 1}
+    listed = {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}
+    return _guide(functions, [listed], ["start: %json 0"], (), f"{OTHER_GUIDE}: {{}}")
+
+
+def _guide(
+    functions: Functions, schemas: list[Any], lark: list[str], special: Sequence[str] | None, refusal: str
+) -> Guide:
+    """refusal: of what cannot be followed, with a place for the reason."""
+    guide = {"special_tokens": special, "functions": functions, "schemas": schemas, "refusal": refusal}
+    guide["lark"] = "\n".join(['%llguidance {"no_forcing": true}', *lark])
+    try:
+        return Guide(CALLS_GUIDE, msgspec.json.encode(guide).decode(), "tools")
+    except RecursionError:
+        raise ApiError("the parameters of a function are nested too deeply", param="tools") from None
 
 
 class _Grammar:

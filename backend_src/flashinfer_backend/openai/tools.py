@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools of a request: what the template shows of them, and grammars that force calls."""
+"""Tools of a request: what the template shows of them, and which of them an answer can or must call."""
 
 import secrets
 import string
@@ -12,13 +12,11 @@ from flashinfer_backend.core.values import shown
 from flashinfer_backend.openai.errors import ApiError, field_error
 from flashinfer_backend.openai.requests import AllowedChoice, FunctionChoice
 from flashinfer_backend.openai.sampling import NO_GUIDE, Guide, schema_guide
+from flashinfer_backend.openai.strict import forced_guide
 
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 MOST_NAME = 128  # characters of a function's name: as Anthropic's API takes; OpenAI's takes 64
 AUTO, NONE, REQUIRED = "auto", "none", "required"
-# Keywords of JSON schemas that hold values, and those that hold schemas under names of the schema's own.
-_VALUES = ("const", "enum", "default", "examples")
-_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 
 
 @dataclass(frozen=True)
@@ -52,20 +50,7 @@ class Tools:
             return schema_guide(self.schemas[self.named], "tools")
         if self.choice != REQUIRED:
             return NO_GUIDE
-        # Each function's schema is whole below $defs, and what its references point into is still there.
-        places = {name: f"f{n}" for n, name in enumerate(self.schemas)}
-        calls = [_call_schema(name, f"#/$defs/{place}") for name, place in places.items()]
-        listed: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
-        if not self.parallel:
-            listed["maxItems"] = 1
-        try:
-            listed["$defs"] = {
-                places[name]: _moved(_without_id(schema), f"#/$defs/{places[name]}")
-                for name, schema in self.schemas.items()
-            }
-            return schema_guide(listed, "tools")
-        except RecursionError:
-            raise ApiError("the parameters of a function are nested too deeply", param="tools") from None
+        return forced_guide(self.schemas, self.parallel)
 
 
 def read_tools(
@@ -136,40 +121,6 @@ def _function(tool: Mapping[str, Any], place: str) -> dict[str, Any]:
         )
     # How strict a call is read is for the server; the model is not told.
     return {key: value for key, value in function.items() if key != "strict" and value is not None}
-
-
-def _call_schema(name: str, parameters: str) -> dict[str, Any]:
-    """The schema of one call in a list; parameters: where the schema of the function's is."""
-    return {
-        "type": "object",
-        "properties": {"name": {"const": name}, "parameters": {"$ref": parameters}},
-        "required": ["name", "parameters"],
-        "additionalProperties": False,
-    }
-
-
-def _without_id(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A whole schema's name for others to refer to it by, which none does here."""
-    return {key: value for key, value in schema.items() if key != "$id"}
-
-
-def _moved(schema: Any, place: str) -> Any:
-    """A schema whose references to itself are right when it lies at `place`, a JSON pointer."""
-    if isinstance(schema, list):
-        return [_moved(each, place) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {}
-    for key, value in schema.items():
-        if key in _VALUES:
-            moved[key] = value
-        elif key in _BY_NAME and isinstance(value, dict):
-            moved[key] = {name: _moved(each, place) for name, each in value.items()}
-        elif key == "$ref" and isinstance(value, str) and value.startswith("#"):
-            moved[key] = place + value[1:]
-        else:
-            moved[key] = _moved(value, place)
-    return moved
 
 
 def new_call_id(tool_format: str) -> str:

@@ -95,12 +95,12 @@ class GrammarCompiler:
                 f"the grammar has {len(text)} characters; it should have at most {GRAMMAR.characters}"
             )
         special: Collection[str] | None = ()
-        functions: dict[str, Any] = {}
+        refusal = f"guided_decoding_guide is not a valid {grammar_type}: {{}}"
         try:
             if grammar_type == CALLS_GUIDE:
                 guide = json.loads(text)
-                special, functions = guide["special_tokens"], guide["functions"]
-                source = _calls(guide["lark"], guide["schemas"], functions)
+                special, refusal = guide["special_tokens"], guide["refusal"]
+                source = _calls(guide["lark"], guide["schemas"], guide["functions"])
             else:
                 source = lark_source(grammar_type, text)
             if len(source) > GRAMMAR.written:
@@ -112,12 +112,7 @@ class GrammarCompiler:
             reason = str(error)
             if len(reason) > MOST_REASON:
                 reason = reason[: MOST_REASON - 3] + "..."
-            if grammar_type == CALLS_GUIDE:
-                beside = " and response_format" if CONTENT in functions else ""
-                raise GrammarError(
-                    f"strict functions{beside}: {reason}; leave such keywords or strict out"
-                ) from error
-            raise GrammarError(f"guided_decoding_guide is not a valid {grammar_type}: {reason}") from error
+            raise GrammarError(refusal.format(reason)) from error
 
     def _made(self, source: str, special: Collection[str] | None, end_id: int) -> Grammar:
         tokenizer = self.load(special)
