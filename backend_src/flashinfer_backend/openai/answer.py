@@ -5,7 +5,7 @@ import asyncio
 import base64
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -33,7 +33,6 @@ EVENTS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # or nginx would gather what is to be streamed
 ]
-Body = Callable[[], Awaitable[Mapping[str, Any]]]
 
 
 class Reply(Protocol):
@@ -174,11 +173,15 @@ class Choices:
 
 
 class GenerationResponse(Response):
-    """Answers while it watches whether the client is still there; one that leaves ends its sequences."""
+    """Answers while it watches whether the client is still there; one that leaves ends its sequences. Until
+    it has begun, an ApiError is for the application's handlers, with its own status."""
 
-    def __init__(self, served: ServedModel, streams: Streams, answer_id: str) -> None:
+    def __init__(
+        self, served: ServedModel, streams: Streams, make: Callable[[], Any], answer_id: str
+    ) -> None:
+        """make: a Reply's body or events."""
         super().__init__()
-        self.served, self.streams = served, streams
+        self.served, self.streams, self.make = served, streams, make
         self.named = (request_ids.HEADER, answer_id.encode())
         self.left = False  # the client has
 
@@ -187,7 +190,7 @@ class GenerationResponse(Response):
             scope[CONNECTION].held = self.streams.held
         watch = asyncio.ensure_future(self._watch(receive))
         try:
-            await self._answer(scope, receive, send)
+            await self._answer(scope, send)
         except (ClientLeft, ClientDisconnect, OSError):
             pass
         finally:
@@ -203,24 +206,15 @@ class GenerationResponse(Response):
         self.left = True
         self.streams.leave()
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, scope: Scope, send: Send) -> None:
         raise NotImplementedError
 
 
 class JsonResponse(GenerationResponse):
     """One JSON body, at the end; a large one in chunks."""
 
-    def __init__(self, served: ServedModel, streams: Streams, body: Body, answer_id: str) -> None:
-        super().__init__(served, streams, answer_id)
-        self._body = body
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            pieces = _pieces(await self._body())
-        except ApiError as error:
-            self.served.metrics.error(error.status)
-            await error.response(scope)(scope, receive, send)
-            return
+    async def _answer(self, scope: Scope, send: Send) -> None:
+        pieces = _pieces(await self.make())
         content, more = await _gathered(pieces)
         length = [] if more else [(b"content-length", str(len(content)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": [*JSON, *length, self.named]})
@@ -260,18 +254,12 @@ async def _gathered(pieces: AsyncIterator[bytes]) -> tuple[bytes, bool]:
 
 
 class EventResponse(GenerationResponse):
-    """Server-sent events. Until the first one is there, an error still has its own status."""
+    """Server-sent events."""
 
-    def __init__(
-        self, served: ServedModel, streams: Streams, events: AsyncIterator[bytes], answer_id: str
-    ) -> None:
-        super().__init__(served, streams, answer_id)
-        self._events = events
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, scope: Scope, send: Send) -> None:
         begun, send_body = False, send
         try:
-            async for data in self._events:
+            async for data in self.make():
                 if not begun:
                     begun = True
                     await send(
@@ -280,10 +268,9 @@ class EventResponse(GenerationResponse):
                     send_body = scope.get(BODY_SEND, send)
                 await send_body({"type": "http.response.body", "body": data, "more_body": True})
         except ApiError as error:
-            self.served.metrics.error(error.status)
             if not begun:
-                await error.response(scope)(scope, receive, send)
-                return
+                raise
+            self.served.metrics.error(error.status)
             await send({"type": "http.response.body", "body": error.event(scope), "more_body": True})
         except asyncio.CancelledError:  # the time that running requests have at the server's end is over
             if begun:
@@ -295,6 +282,5 @@ class EventResponse(GenerationResponse):
 
 def respond(served: ServedModel, streams: Streams, reply: Reply, stream: bool | None) -> Response:
     """stream: whether the client wants events."""
-    if stream:
-        return EventResponse(served, streams, reply.events(), reply.id)
-    return JsonResponse(served, streams, reply.body, reply.id)
+    kind, make = (EventResponse, reply.events) if stream else (JsonResponse, reply.body)
+    return kind(served, streams, make, reply.id)
