@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Limits of connections that uvicorn has none for: how long a request may take to arrive, how long its
-headers may be, and how many connections there are.
-
-They stand around uvicorn: in front of its protocol, in whose place they are in the set of connections that
-uvicorn ends, and around the application. Which requests have arrived is read by a parser of their own.
+headers may be, and how many connections there are. They are in a protocol made of uvicorn's, and around the
+application.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ import struct
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -22,6 +21,7 @@ import httptools
 import msgspec
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from flashinfer_backend.core.bounds import MOST_PIPELINED, MOST_UNREAD
 from flashinfer_backend.openai.errors import RETRY_S, ApiError
@@ -33,13 +33,22 @@ MOST_HEADER_BYTES = 1 << 16
 
 # A client's request has this long to follow its connection, however many others come at the same time.
 ARRIVES_S = 0.05
-# Java's client asks for another protocol with every request, h2c, and goes on without. The parsers would take
+# Java's client asks for another protocol with every request, h2c, and goes on without. The parser would take
 # the request's body to be of that protocol.
 UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 UPGRADE_BEGINS = b"\r\nupgrade:"
 # Between two looks whether a client that sends nothing more still reads.
 FIRST_LOOK_S, LOOK_S = 0.1, 1.0
 UNREAD_LOOK_S = 0.25  # between two looks at what is kept for clients that do not read
+
+# Refusals: status and message.
+NO_HTTP = 400, "what has arrived is not a request in HTTP/1.1; this port has no TLS"
+NO_PATH = 400, "the request's path cannot be read; it should begin with / and have less than 65536 bytes"
+TOO_MANY = (
+    429,
+    f"the connection has {MOST_PIPELINED} requests without an answer, the most it may have; wait for answers,"
+    " or send requests on further connections",
+)
 
 # Of a request's scope: sends parts of a body without the layers in between, which have no part in them.
 BODY_SEND = "flashinfer_backend.body_send"
@@ -68,26 +77,17 @@ def limited_config(
 ) -> uvicorn.Config:
     """uvicorn's settings with these limits. count_error: told the status of each refusal. options: of
     uvicorn.Config."""
-    config = uvicorn.Config(_Answers(app), http="httptools", interface="asgi3", **options)
-    config.load()
-    process = _Process(limits, count_error, config.http_protocol_class)
-
-    class Limited(Connection):
-        def __init__(self, **named: Any) -> None:
-            super().__init__(process, named)
-
-    config.http_protocol_class = Limited
-    return config
+    protocol: Any = partial(Connection, _Process(limits, count_error))
+    return uvicorn.Config(_Answers(app), http=protocol, interface="asgi3", **options)
 
 
 @dataclass
 class _Process:
-    """What all connections of a process share. protocol: uvicorn's. waiting: those whose request is not
-    whole, the oldest first. unread: those whose client has not read what was sent."""
+    """What all connections of a process share. waiting: those whose request is not whole, the oldest first.
+    unread: those whose client has not read what was sent."""
 
     limits: ConnectionLimits
     count_error: Callable[[int], None]
-    protocol: Callable[..., Any]
     waiting: dict[Connection, None] = field(default_factory=dict)
     unread: set[Connection] = field(default_factory=set)
     looks: bool = False
@@ -119,7 +119,7 @@ class _Answers:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = _connection.get()
-        connection.cycle = getattr(send, "__self__", None)
+        connection.answered_cycle = getattr(send, "__self__", None)
         ended = unchunked = False
 
         async def noted(message: Message) -> None:
@@ -144,20 +144,16 @@ class _Answers:
                 connection.answered()
 
 
-class Connection(asyncio.Protocol):
+class Connection(HttpToolsProtocol):
     """One connection. It waits while nothing of a request, or not all of it, has arrived. Where there are as
     many connections as there may be, a new one takes the place of the one that has waited longest: clients
     that ask are served, however many others are silent."""
 
-    def __init__(self, process: _Process, named: dict[str, Any]) -> None:
+    def __init__(self, process: _Process, **named: Any) -> None:
         """named: what uvicorn gives its protocol."""
-        self._process, self._inner = process, process.protocol(**named)
-        self._inner.send_400_response = lambda _: self._refuse(
-            400, "the request's path cannot be read; it should begin with / and have less than 65536 bytes"
-        )
-        self._open = named["server_state"].connections  # all of this process
-        self._loop = asyncio.get_running_loop()
-        self._parser = httptools.HttpRequestParser(self)
+        super().__init__(**named)
+        self.parser = httptools.HttpRequestParser(self)  # in place of a lenient one
+        self._process = process
         self._deadline: asyncio.TimerHandle | None = None
         self._arriving = self._in_headers = False  # a request
         self._header_bytes = self._read_bytes = 0
@@ -166,56 +162,53 @@ class Connection(asyncio.Protocol):
         self._whole = 0  # of these, those whose bodies are there as well
         self._ended = False  # the client sends nothing more
         self.answering = False  # an answer has begun that has not ended
-        self.cycle: Any = None  # uvicorn's, of the request that is being answered
+        self.answered_cycle: Any = None  # uvicorn's, of the request that is being answered
         self.held: Callable[[], int] = int  # bytes that its answer keeps besides what was sent
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._transport, process = transport, self._process
-        self._inner.connection_made(transport)
-        self._open.discard(self._inner)
-        self._open.add(self)
-        over = len(self._open) - process.limits.connections
+        super().connection_made(transport)
+        process = self._process
+        over = len(self.connections) - process.limits.connections
         if over > len(process.waiting):
             most = process.limits.connections
             self._refuse(503, f"{most} connections have requests, the most this process takes; try again")
             return
         if over > 0:
-            self._loop.call_later(ARRIVES_S, self._make_room)
+            self.loop.call_later(ARRIVES_S, self._make_room)
         process.waiting[self] = None
         self._start_clock()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
         self._process.unread.discard(self)
-        self._open.discard(self)
-        if self.cycle is not None:  # uvicorn tells the request that came last alone
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
-        self._inner.connection_lost(exc)
+        if self.answered_cycle is not None:  # uvicorn tells the request that came last alone
+            self.answered_cycle.disconnected = True
+            self.answered_cycle.message_event.set()
+        super().connection_lost(exc)
 
     def write(self, body: bytes) -> None:
-        if not self._transport.is_closing():
-            self._transport.write(body)
+        if not self.transport.is_closing():
+            self.transport.write(body)
 
     def pause_writing(self) -> None:
-        self._inner.pause_writing()
+        super().pause_writing()
         self._process.unread.add(self)
         self._process.look_at_unread()
 
     def resume_writing(self) -> None:
-        self._inner.resume_writing()
+        super().resume_writing()
         self._process.unread.discard(self)
 
     @property
     def closed(self) -> bool:
-        return self._transport.is_closing()
+        return self.transport.is_closing()
 
     def kept(self) -> int:
         """Bytes that are kept until its client reads."""
-        return self._transport.get_write_buffer_size() + self.held()
+        return self.transport.get_write_buffer_size() + self.held()
 
     def data_received(self, data: bytes) -> None:
-        if self._transport.is_closing():
+        if self.transport.is_closing():
             return
         if self._in_headers or not self._arriving:
             headers, end, rest = (self._held + data).partition(b"\r\n\r\n")
@@ -225,17 +218,14 @@ class Connection(asyncio.Protocol):
                 self._refuse(431, f"the request's headers have more than {MOST_HEADER_BYTES} bytes")
                 return
         self._read_bytes = len(data)
+        self._unset_keepalive_if_required()
+        _connection.set(self)
         try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserCallbackError:
-            self._refuse(
-                429,
-                f"the connection has {MOST_PIPELINED} requests without an answer, the most it may have; wait"
-                " for answers, or send requests on further connections",
-            )
-            return
-        except httptools.HttpParserError:
-            self._refuse(400, "what has arrived is not a request in HTTP/1.1; this port has no TLS")
+            self.parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            of_callback = isinstance(error, httptools.HttpParserCallbackError)
+            too_many = of_callback and self._unanswered >= MOST_PIPELINED
+            self._refuse(*(TOO_MANY if too_many else NO_PATH if of_callback else NO_HTTP))
             return
         except httptools.HttpParserUpgrade:
             pass  # of a request that came in one piece with the one before
@@ -245,19 +235,17 @@ class Connection(asyncio.Protocol):
                 where = "headers" if self._in_headers else "chunks' extensions or trailers"
                 self._refuse(431, f"the request's {where} have more than {MOST_HEADER_BYTES} bytes")
                 return
-        _connection.set(self)
-        self._inner.data_received(data)
-        if self._transport.is_closing():
+        if self.transport.is_closing():
             return
         if self._arriving or not self._unanswered:
             self._start_clock()
         else:
             self._stop_waiting()
 
-    def eof_received(self) -> bool:
+    def eof_received(self) -> bool:  # type: ignore[override]
         """A client may end its own side once its request is whole, and read on. It says the same where it has
         left; then its system refuses what is sent next."""
-        if self._arriving or not self._unanswered or self._parser.get_http_version() != "1.1":
+        if self._arriving or not self._unanswered or self.parser.get_http_version() != "1.1":
             return False
         self._ended = True
         self._look(FIRST_LOOK_S)
@@ -265,26 +253,30 @@ class Connection(asyncio.Protocol):
 
     def _look(self, again_s: float) -> None:
         """Sends what clients ignore until there is an answer to send."""
-        if self._transport.is_closing() or self._unanswered != 1 or self.answering:
+        if self.transport.is_closing() or self._unanswered != 1 or self.answering:
             return
-        self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        self._loop.call_later(again_s, self._look, LOOK_S)
+        self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self.loop.call_later(again_s, self._look, LOOK_S)
 
     def on_message_begin(self) -> None:
         """The parser's, as are the next three. Raises OverflowError for one request too many: uvicorn would
         keep all that come."""
         if self._unanswered >= MOST_PIPELINED:
             raise OverflowError
+        super().on_message_begin()
         self._arriving, self._in_headers, self._header_bytes = True, True, -self._read_bytes
 
     def on_headers_complete(self) -> None:
+        super().on_headers_complete()
         self._in_headers = False
         self._unanswered += 1
 
     def on_body(self, body: bytes) -> None:
+        super().on_body(body)
         self._header_bytes = -self._read_bytes
 
     def on_message_complete(self) -> None:
+        super().on_message_complete()
         self._arriving = False
         self._whole += 1
 
@@ -297,34 +289,34 @@ class Connection(asyncio.Protocol):
             if self._unanswered:  # it sent several requests, of which another one is answered now
                 self._look(LOOK_S)
             else:
-                self._transport.close()
-        if not self._transport.is_closing() and not self._unanswered:
+                self.transport.close()
+        if not self.transport.is_closing() and not self._unanswered:
             self._process.waiting.setdefault(self)
 
     def shutdown(self) -> None:
         """uvicorn's word that the server ends. A request that has not arrived is not waited for."""
         if self._unanswered and self._whole <= 0 and not self.answering:
             self._refuse(503, "the server is shutting down, and the request had not arrived")
-        self._inner.shutdown()
+        super().shutdown()
 
     def drop(self, at_once: bool = False) -> None:
         """Closes it; what its client has not read is lost. at_once: the kernel keeps none of that either."""
         self._stop_waiting()
         self._process.unread.discard(self)
-        self._open.discard(self)
+        self.connections.discard(self)
         if at_once:
-            sock = self._transport.get_extra_info("socket")
+            sock = self.transport.get_extra_info("socket")
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self._transport.abort()
+        self.transport.abort()
 
     def _make_room(self) -> None:
         process = self._process
-        while len(self._open) > process.limits.connections and process.waiting:
+        while len(self.connections) > process.limits.connections and process.waiting:
             next(iter(process.waiting)).drop()
 
     def _start_clock(self) -> None:
         if self._deadline is None and self._process.limits.receive_s:
-            self._deadline = self._loop.call_later(self._process.limits.receive_s, self._late)
+            self._deadline = self.loop.call_later(self._process.limits.receive_s, self._late)
 
     def _stop_waiting(self) -> None:
         self._process.waiting.pop(self, None)
@@ -334,7 +326,7 @@ class Connection(asyncio.Protocol):
 
     def _late(self) -> None:
         self._deadline = None
-        if self._transport.is_closing():
+        if self.transport.is_closing():
             return
         if self._whole > 0:
             self._start_clock()  # what came behind a request that is being answered is not read meanwhile
@@ -352,9 +344,9 @@ class Connection(asyncio.Protocol):
         lines += [f"content-length: {len(body)}", f"x-request-id: {new_id().decode()}", "connection: close"]
         lines += [f"retry-after: {RETRY_S}"] if status == 503 else []
         if not self.answering:
-            self._transport.write("\r\n".join([*lines, "", ""]).encode() + body)
+            self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
         self._stop_waiting()
-        self._transport.close()
+        self.transport.close()
 
 
 def _held_from(headers: bytes) -> int:
