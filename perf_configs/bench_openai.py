@@ -33,9 +33,8 @@ from client.machine import facts
 from flashinfer_backend.core import processes
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.openai.arguments import LOGITS_ROOM
-from flashinfer_backend.openai.model import Model
+from flashinfer_backend.openai.model import Model, WorkerOptions
 from flashinfer_backend.openai.supervisor import Supervisor
-from flashinfer_backend.openai.worker import WorkerOptions
 from flashinfer_backend.transport import protocol, rundir
 from flashinfer_backend.transport.addresses import resolve
 from flashinfer_backend.transport.engine_socket import EngineSocket

@@ -15,7 +15,7 @@ from flashinfer_backend.config_tools.settings import engine_parameters
 from flashinfer_backend.core import processes
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.launch import launcher, probe
-from flashinfer_backend.openai import worker
+from flashinfer_backend.openai import model
 from flashinfer_backend.openai.__main__ import main
 from flashinfer_backend.openai.options import worker_count
 from perf_configs import bench_engine, profile_steps
@@ -44,7 +44,7 @@ def test_a_file_without_keys_does_not_open_the_api(tmp_path, capsys, free_port, 
 
 @pytest.mark.parametrize("door", ["alone", "beside tritonserver"])
 def test_a_package_that_is_missing_is_named_before_the_start(door, capsys, monkeypatch):
-    monkeypatch.setattr(worker, "PACKAGES", ("starlette", "a_package_that_is_not_here"))
+    monkeypatch.setattr(model, "PACKAGES", ("starlette", "a_package_that_is_not_here"))
     if door == "alone":
         assert main(["--model", "bundled"]) == 1
     else:
@@ -177,7 +177,7 @@ def test_a_limit_of_open_files_that_leaves_no_room_for_clients(files, arguments,
 def test_as_many_connections_as_there_are_files_for():
     code = """if True:
         import resource
-        from flashinfer_backend.openai.worker import room_for_connections
+        from flashinfer_backend.openai.model import room_for_connections
         for asked, room in ((0, 172), (10, 10), (172, 172)):
             resource.setrlimit(resource.RLIMIT_NOFILE, (100, 300))
             assert room_for_connections(asked) == room

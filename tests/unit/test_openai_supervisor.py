@@ -16,8 +16,7 @@ import pytest
 
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.openai import supervisor
-from flashinfer_backend.openai.model import Model
-from flashinfer_backend.openai.worker import WorkerOptions
+from flashinfer_backend.openai.model import Model, WorkerOptions
 from flashinfer_backend.transport import restarts as restarting
 
 LOOPBACK = ipaddress.ip_address("127.0.0.1")

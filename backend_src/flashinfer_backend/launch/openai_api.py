@@ -16,9 +16,9 @@ from flashinfer_backend.core.output import say
 from flashinfer_backend.core.paths import run_dir
 from flashinfer_backend.launch.preflight import ServeError
 from flashinfer_backend.openai.arguments import API_ARGUMENTS, CONNECTIONS, KEYS_VARIABLE
+from flashinfer_backend.openai.model import check_packages, room_for_connections
 from flashinfer_backend.openai.options import built_name, llm_parameters, worker_count, worker_options
 from flashinfer_backend.openai.supervisor import Supervisor
-from flashinfer_backend.openai.worker import check_packages, room_for_connections
 from flashinfer_backend.transport.addresses import Address, reachable_at
 
 PREFIX = "--openai-"

@@ -12,9 +12,9 @@ from flashinfer_backend.core.arguments import count, port_number, program, whole
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import BUNDLED, run_dir
 from flashinfer_backend.openai.arguments import API_ARGUMENTS
+from flashinfer_backend.openai.model import check_packages, room_for_connections
 from flashinfer_backend.openai.options import built_name, llm_parameters, worker_count, worker_options
 from flashinfer_backend.openai.supervisor import Supervisor
-from flashinfer_backend.openai.worker import check_packages, room_for_connections
 from flashinfer_backend.transport.addresses import STALLED_S, AddressError, check_ports, resolve
 from flashinfer_backend.transport.keeper_handle import EngineStartError, KeeperHandle
 from flashinfer_backend.transport.restarts import RESTARTS

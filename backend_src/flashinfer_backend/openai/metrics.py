@@ -9,6 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, values
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.multiprocess import MultiProcessCollector
+
 from flashinfer_backend.serving.generation import FINISH_REASONS, Chunk, Generation
 from flashinfer_backend.serving.timing import QUANTITIES
 from flashinfer_backend.transport import protocol
@@ -70,9 +74,7 @@ class Metrics:
         never fall and files do not gather."""
         self._door_states = doors
         self._label = [MODEL_NAME] if len(models) > 1 else []
-        assert os.environ["PROMETHEUS_MULTIPROC_DIR"] == str(folder), "the library reads it when imported"
-        from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, values
-
+        assert os.environ["PROMETHEUS_MULTIPROC_DIR"] == str(folder), "the library reads it"
         values.ValueClass = values.MultiProcessValue(lambda: number)
         own = CollectorRegistry()
         histograms = {}
@@ -126,9 +128,6 @@ class Metrics:
 
     def text(self, models: Sequence[ModelState]) -> bytes:
         """Prometheus's text format, summed over the door's processes, with the state of every model."""
-        from prometheus_client import CollectorRegistry, generate_latest
-        from prometheus_client.multiprocess import MultiProcessCollector
-
         every = CollectorRegistry()
         MultiProcessCollector(every)
         every.register(_Collector(_engines, models))
@@ -174,12 +173,10 @@ class _Collector:
 
 def _routers(models: Sequence[ModelState]) -> Iterator[Any]:
     """Sums over all models' engines, one series of each."""
-    from prometheus_client.core import GaugeMetricFamily
-
     statuses = [status for model in models for status in model.statuses if status is not None]
-    for name, (text, label, values) in _ROUTERS.items() if statuses else ():
+    for name, (text, label, kinds) in _ROUTERS.items() if statuses else ():
         made = GaugeMetricFamily(name, text, labels=[label])
-        sums = {key: float(sum(map(value, statuses))) for key, value in values.items()}
+        sums = {key: float(sum(map(value, statuses))) for key, value in kinds.items()}
         if "used" in sums:
             sums["fraction"] = sums["used"] / sums["max"]
             sums["tokens_per"] = float(statuses[0].block_size)
@@ -191,8 +188,6 @@ def _routers(models: Sequence[ModelState]) -> Iterator[Any]:
 def _engines(models: Sequence[ModelState]) -> Iterator[Any]:
     """The engines' reports; with several models each one's name is a label, with several engines of a model
     their number."""
-    from prometheus_client.core import GaugeMetricFamily
-
     named, numbered = len(models) > 1, any(len(model.statuses) > 1 for model in models)
     labels = [MODEL_NAME] * named + ["engine"] * numbered
     engines = [
@@ -217,8 +212,6 @@ def _engines(models: Sequence[ModelState]) -> Iterator[Any]:
 def _adapters(models: Sequence[ModelState]) -> Iterator[Any]:
     """Which adapters run, as vLLM names it and request routers read it: the value is the time of the report,
     and the labels are names with commas between. One series for all models."""
-    from prometheus_client.core import GaugeMetricFamily
-
     labels = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
     made = GaugeMetricFamily("vllm:lora_requests_info", "Adapters of running requests", labels=labels)
     running, waiting = set[str](), set[str]()
@@ -236,8 +229,6 @@ def _adapters(models: Sequence[ModelState]) -> Iterator[Any]:
 
 def _door_states(doors: dict[str, DoorState]) -> Iterator[Any]:
     """What serve says of its doors."""
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
     up = GaugeMetricFamily(f"{PREFIX}door_up", "Whether a door of the server answers", labels=["door"])
     starts = CounterMetricFamily(
         f"{PREFIX}door_restarts", "How often a door was started again", labels=["door"]

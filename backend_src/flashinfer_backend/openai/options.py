@@ -14,9 +14,8 @@ from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import BUNDLED, processes_dir, resolve_model_dir
 from flashinfer_backend.core.processes import usable_cores
 from flashinfer_backend.openai.arguments import AUTO, KEYS_VARIABLE
-from flashinfer_backend.openai.model import Model
+from flashinfer_backend.openai.model import Model, WorkerOptions
 from flashinfer_backend.openai.supervisor import metrics_dir
-from flashinfer_backend.openai.worker import WorkerOptions
 
 # An engine of 8B on an H200 makes some 25 000 tokens/s. Four processes carry them with a quarter of a core
 # each, so that a request's first token waits for few others.

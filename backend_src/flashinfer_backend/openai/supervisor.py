@@ -8,19 +8,22 @@ import contextlib
 import os
 import select
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from flashinfer_backend.core.output import say
+from flashinfer_backend.core.parent import end_with_parent
 from flashinfer_backend.core.paths import run_dir
-from flashinfer_backend.openai.worker import NO_MODEL, WorkerOptions
+from flashinfer_backend.openai.model import NO_MODEL, WorkerOptions
 from flashinfer_backend.transport import rundir
 from flashinfer_backend.transport.addresses import Address, cut_stalled_clients, reachable_at
 from flashinfer_backend.transport.keeper_handle import EngineStartError, KeeperHandle, end_engines
@@ -233,6 +236,7 @@ class Supervisor:
             stdin=subprocess.PIPE,
             pass_fds=(listener.fileno(), self._notify),
             start_new_session=True,  # Ctrl-C comes to this process alone, which passes one signal on
+            preexec_fn=partial(end_with_parent, signal.SIGKILL),  # it may be stopped, or hang
         )
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):

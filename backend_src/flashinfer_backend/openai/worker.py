@@ -15,25 +15,23 @@ import socket
 import sys
 import threading
 import time
-from importlib import util as importlib_util
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
+import uvicorn
+import uvloop
 
 from flashinfer_backend.core.output import say
-from flashinfer_backend.core.parent import end_with_parent
-from flashinfer_backend.openai.model import Model
-from flashinfer_backend.transport.addresses import MOST_FILES, raise_open_files
+from flashinfer_backend.openai.app import Access, make_app
+from flashinfer_backend.openai.connection import ConnectionLimits, limited_config
+from flashinfer_backend.openai.link import EngineLink, LogitsRoom
+from flashinfer_backend.openai.metrics import Metrics
+from flashinfer_backend.openai.model import NO_MODEL, WorkerOptions, room_for_connections
+from flashinfer_backend.openai.response_store import ResponseStore
+from flashinfer_backend.openai.served_model import ServedModel
+from flashinfer_backend.serving.adapters import AdapterNames
+from flashinfer_backend.serving.engines import Engines
 
-if TYPE_CHECKING:  # the supervisor reads this module too, and needs none of these
-    import uvicorn
-
-    from flashinfer_backend.openai.metrics import Metrics
-    from flashinfer_backend.openai.served_model import ServedModel
-
-PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "prometheus_client")
-NO_MODEL = 3  # exit status: the checkpoint cannot be read, and could not the next time
 # Until a process that has no engine yet answers all the same, and refuses. One that replaces another attaches
 # to the running engine meanwhile, so that connections which waited for it are served.
 ATTACH_S = 5.0
@@ -42,76 +40,16 @@ BEAT_S = 1.0
 # for each message of an engine. In a model of the two, the loop busy for 70 % of the time, messages waited
 # for 1.3 ms (99 %: 6 ms) with Python's 5 ms, and for 0.5 ms (1.9 ms) with this.
 SWITCH_S = 5e-4
-RESERVED_FILES = (
-    128  # descriptors that are not for connections: sockets of the engines' links, libraries' files
-)
-
-
-class WorkerOptions(msgspec.Struct, kw_only=True):
-    """number: of Metrics. listener, notify: inherited file descriptors. The supervisor fills in these three.
-    notify, which does not block, is told lines: + and this process's pid when each model has an engine, . and
-    its pid every BEAT_S while the event loop turns. doors: of read_door_states. receive_s: of
-    ConnectionLimits. max_connections: of room_for_connections."""
-
-    models: list[Model]
-    number: int = 0
-    listener: int = -1
-    notify: int = -1
-    keys: list[str] = []
-    max_body_bytes: int
-    prompt_logits_bytes: int
-    store_bytes: int = 0
-    drain_s: int
-    receive_s: int
-    max_connections: int = 0
-    metrics_dir: str
-    doors: str
-    allowed_origins: list[str] = []
-
-
-def check_packages() -> None:
-    """Raises ValueError naming a package of the extra `openai` that is not installed."""
-    for name in PACKAGES:
-        if importlib_util.find_spec(name) is None:
-            raise ValueError(
-                f"the OpenAI API needs the package {name}; install it with `pip install -e '.[openai]'` in"
-                " this project's folder"
-            )
-
-
-def room_for_connections(asked: int) -> int:
-    """How many connections a process of the API takes, once it may open as many files as the system allows:
-    as many as asked for, or, asked for 0, as many as there are descriptors for. Raises ValueError where there
-    are too few."""
-    needed = RESERVED_FILES + max(asked, 1)
-    files = raise_open_files(max(MOST_FILES, needed))
-    if files >= needed:
-        return asked or files - RESERVED_FILES
-    if asked:
-        what, instead = f"--max-connections {asked} needs", f"; or ask for at most {files - RESERVED_FILES}"
-        instead = instead if files > RESERVED_FILES else ""
-    else:
-        what, instead = "the OpenAI API needs", ""
-    raise ValueError(
-        f"{what} {needed} open files or more in each process, {RESERVED_FILES} for itself and one for each"
-        f" connection, but a process may open {files}. Raise that limit, for one by `ulimit -n"
-        f" {max(1024, needed)}` before the start{instead}"
-    )
 
 
 def main() -> int:
-    end_with_parent(signal.SIGKILL)  # it may be stopped, or hang
     options = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerOptions)
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = options.metrics_dir
     sys.setswitchinterval(SWITCH_S)
-    import uvloop
-
     return uvloop.run(_run(options))
 
 
 async def _run(options: WorkerOptions) -> int:
-    from flashinfer_backend.openai.metrics import Metrics
-
     try:
         names = [model.names[0] for model in options.models]
         metrics = Metrics(Path(options.metrics_dir), Path(options.doors), names, options.number)
@@ -163,10 +101,6 @@ async def _run(options: WorkerOptions) -> int:
 
 
 def _read_models(options: WorkerOptions, metrics: Metrics) -> list[ServedModel]:
-    from flashinfer_backend.openai.response_store import ResponseStore
-    from flashinfer_backend.openai.served_model import ServedModel
-    from flashinfer_backend.serving.adapters import AdapterNames
-
     store = ResponseStore(options.store_bytes) if options.store_bytes else None
     models = []
     for model in options.models:
@@ -177,11 +111,6 @@ def _read_models(options: WorkerOptions, metrics: Metrics) -> list[ServedModel]:
 
 
 def _make_server(options: WorkerOptions, models: list[ServedModel], metrics: Metrics) -> uvicorn.Server:
-    import uvicorn
-
-    from flashinfer_backend.openai.app import Access, make_app
-    from flashinfer_backend.openai.connection import ConnectionLimits, limited_config
-
     app = make_app(models, Access(options.keys, options.max_body_bytes, options.allowed_origins))
     limits = ConnectionLimits(options.receive_s, room_for_connections(options.max_connections))
     return uvicorn.Server(
@@ -201,9 +130,6 @@ def _make_server(options: WorkerOptions, models: list[ServedModel], metrics: Met
 
 
 def _link_engines(options: WorkerOptions, models: list[ServedModel], metrics: Metrics) -> None:
-    from flashinfer_backend.openai.link import EngineLink, LogitsRoom
-    from flashinfer_backend.serving.engines import Engines
-
     room = LogitsRoom(options.prompt_logits_bytes, metrics.prompt_logits)
     for served in models:
         config = served.model.engine
