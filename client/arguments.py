@@ -50,34 +50,26 @@ def integer(low: int, high: int | None = None) -> Callable[[str], int]:
     return convert
 
 
-def seconds(text: str) -> float:
-    """A time to wait."""
-    value = _number(text)
-    if not 0 < value <= LONGEST_SECONDS:
-        raise ArgumentTypeError(f"{text!r} must be a number of seconds over 0, at most {LONGEST_SECONDS:.0f}")
-    return value
+def number(wanted: str, good: Callable[[float], bool]) -> Callable[[str], float]:
+    """A number for which `good` holds; wanted: in words."""
+
+    def convert(text: str) -> float:
+        if not good(value := _number(text)):
+            raise ArgumentTypeError(f"{text!r} must be {wanted}")
+        return value
+
+    return convert
 
 
-def finite(text: str) -> float:
-    """A number; JSON has no other."""
-    if not math.isfinite(value := _number(text)):
-        raise ArgumentTypeError(f"{text!r} must be a number")
-    return value
-
-
-def positive(text: str) -> float:
-    """A number over 0."""
-    if not 0 < (value := _number(text)) < math.inf:
-        raise ArgumentTypeError(f"{text!r} must be a number over 0")
-    return value
-
-
-def request_rate(text: str) -> float:
-    """Requests/s, or inf."""
-    value = _number(text)
-    if not value > 0:
-        raise ArgumentTypeError(f"{text!r} must be a number of requests/s over 0, or inf")
-    return value
+finite = number("a number", math.isfinite)  # JSON has no other
+positive = number("a number over 0", lambda value: 0 < value < math.inf)
+seconds = number(  # a time to wait
+    f"a number of seconds over 0, at most {LONGEST_SECONDS:.0f}", lambda value: 0 < value <= LONGEST_SECONDS
+)
+request_rate = number("a number of requests/s over 0, or inf", lambda value: value > 0)
+burstiness = number(
+    "a number over 0, or inf for fixed gaps", lambda value: value > 0
+)  # of a gamma distribution
 
 
 def rates(text: str) -> list[float]:
@@ -92,14 +84,6 @@ def integers(low: int) -> Callable[[str], list[int]]:
 def zero_or_more(text: str) -> float:
     """A time that may be 0."""
     return 0.0 if _number(text) == 0 else seconds(text)
-
-
-def burstiness(text: str) -> float:
-    """The shape of the gaps' gamma distribution."""
-    value = _number(text)
-    if not value > 0:
-        raise ArgumentTypeError(f"{text!r} must be a number over 0, or inf for fixed gaps")
-    return value
 
 
 def rate_span(text: str) -> tuple[float, float]:

@@ -72,7 +72,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 def read_turns(path: str | Path) -> list[tuple[str, str]]:
     """The texts of the first two turns of each conversation that has two, in the order of the file, which is
     ShareGPT's JSON. Raises OSError or ValueError for a file of another form."""
-    return [pair for row in _read_rows(path) if (pair := _first_turns(row)) is not None]
+    return [(texts[0], texts[1]) for row in _read_rows(path) if (texts := _texts(row, 1))]
 
 
 def _read_rows(path: str | Path) -> list[Any]:
@@ -117,15 +117,6 @@ def load_sharegpt(
             if len(prompts) == num_prompts:
                 return prompts
     raise TooFewError(f"{path} has {len(prompts)} usable conversations, {num_prompts} were asked for")
-
-
-def _first_turns(row: Any) -> tuple[str, str] | None:
-    """The texts of a row's first two turns, or None where it has not both."""
-    turns = row.get("conversations") if isinstance(row, dict) else None
-    if not isinstance(turns, list) or len(turns) < 2:
-        return None
-    asked, answered = (turn.get("value") if isinstance(turn, dict) else None for turn in turns[:2])
-    return (asked, answered) if isinstance(asked, str) and isinstance(answered, str) else None
 
 
 def random_prompts(
@@ -259,7 +250,7 @@ def load_conversations(
     """num_prompts conversations of a ShareGPT JSON file, shuffled by seed, with up to `turns` turns each: the
     texts of the one side are sent, the other side's lengths are asked for. Conversations with a turn of no
     text or more than max_total_tokens in sum are left out. Raises ValueError if too few remain."""
-    rows = [texts for row in _read_rows(path) if (texts := _all_texts(row, turns))]
+    rows = [texts for row in _read_rows(path) if (texts := _texts(row, turns))]
     random.Random(seed).shuffle(rows)
     prompts: list[Prompt] = []
     for texts in rows:
@@ -278,7 +269,7 @@ def _conversation(turns: Sequence[Prompt]) -> Prompt:
     return Prompt(first.text, first.prompt_tokens, first.output_tokens, tuple(later))
 
 
-def _all_texts(row: Any, turns: int) -> list[str]:
+def _texts(row: Any, turns: int) -> list[str]:
     """The texts of a row's first turns: as many as have an answer, at most `turns` pairs; none if one
     lacks."""
     said = row.get("conversations") if isinstance(row, dict) else None
