@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from checkpoints import make_checkpoint
 from engine.harness import serve, start_core
 from engine.ranks_in_threads import start_ranks
-from engine.test_generate import make_prompts
+from engine.test_generate import make_prompts, next_ids
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.request import Request
 from flashinfer_backend.core.sampling_params import SamplingParams
@@ -51,6 +51,7 @@ FORMS: list[dict[str, Any]] = [
     },
 ]
 SLOW = r"(.+)(.+)(.+)(.+)(.+)(.+)(.+)(.+)\3\4\5\6"  # of a number of ways that grows with a name's length
+ASKED = 24  # tokens of an answer
 ADAPTERS = {"max_loras": 2, "max_lora_rank": 16}
 
 
@@ -80,24 +81,24 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def merged(
-    model_dir: Path, adapter: Path | None, prompts: list[list[int]], count: int, merge: bool = True
+    model_dir: Path,
+    adapter: Path | None,
+    prompts: list[list[int]],
+    answers: list[list[int]],
+    merge: bool = True,
 ) -> list[list[int]]:
-    """Greedy ids of transformers, with the adapter merged into the weights, or next to them."""
+    """The answers, exactly if they are the greedy ones of transformers with the adapter merged into the
+    weights, or next to them."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     if adapter is not None:
         model = PeftModel.from_pretrained(model, adapter)
         model = model.merge_and_unload() if merge else model.base_model.model
-    model.generation_config.stop_strings = None
-    found = []
-    for prompt in prompts:
-        ids = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False, eos_token_id=None)
-        found.append(ids[0, len(prompt) :].tolist())
-    return found
+    return next_ids(model, prompts, answers, ASKED)
 
 
 def asks(adapter: Path | None, **more: Any) -> SamplingParams:
     return SamplingParams(
-        max_tokens=24, temperature=0.0, adapter="" if adapter is None else str(adapter), **more
+        max_tokens=ASKED, temperature=0.0, adapter="" if adapter is None else str(adapter), **more
     )
 
 
@@ -106,18 +107,19 @@ def test_each_sequence_has_its_adapter(made: tuple[Path, list[Path]], tmp_path: 
     model, adapters = made
     chosen: list[Path | None] = [None, *adapters]
     prompts = make_prompts(4)
-    expected = [merged(model, each, prompts, 24) for each in chosen]
-    assert len({json.dumps(ids) for ids in expected}) == len(chosen), "the adapters change too little"
     few = {"max_num_tokens": 16, "max_num_tokens_while_decoding": 16, "max_tokens_in_paged_kv_cache": 256}
     core = start_core(model, max_num_seqs=6, max_seq_len=160, check_invariants=True, **few, **ADAPTERS)
     with serve(core, tmp_path / "run") as client:
-        for _ in range(2):
-            found = client.generate(
-                [prompt for prompt in prompts for _ in chosen],
-                [asks(each) for _ in prompts for each in chosen],
-            )
-            for number in range(len(chosen)):
-                assert found[number :: len(chosen)] == expected[number], chosen[number]
+        every = (
+            [prompt for prompt in prompts for _ in chosen],
+            [asks(each) for _ in prompts for each in chosen],
+        )
+        found = client.generate(*every)
+        expected = [found[number :: len(chosen)] for number in range(len(chosen))]
+        assert len({json.dumps(ids) for ids in expected}) == len(chosen), "the adapters change too little"
+        for adapter, answers in zip(chosen, expected, strict=True):
+            assert answers == merged(model, adapter, prompts, answers), adapter
+        assert client.generate(*every) == found
         assert client.loop.adapters.loads >= len(adapters)
         # A prompt's blocks serve the same adapter alone.
         longest = max(range(4), key=lambda index: len(prompts[index]))
@@ -192,16 +194,18 @@ def test_embedding_and_head(kind: str, tmp_path: Path, monkeypatch: pytest.Monke
         for tied in ({"ensure_weight_tying": True} if kind == "llama-tied" and i == 2 else {},)
     ]
     prompts, chosen = make_prompts(3), [None, *adapters]
-    expected = [merged(model, each, prompts, 24, merge=False) for each in chosen]
-    assert len({json.dumps(ids) for ids in expected}) == len(chosen), "the adapters change too little"
-    settings = {"max_seq_len": 160, "max_loras": 3, "lora_vocabulary": True}
+    settings, given = {"max_seq_len": 160, "max_loras": 3, "lora_vocabulary": True}, []
     for ranks in (1, 2):
         core = start_ranks(model, ranks, monkeypatch, **settings)
         with serve(core, tmp_path / f"{ranks}") as client:
             each = [asks(adapter) for _ in prompts for adapter in chosen]
-            found = client.generate([prompt for prompt in prompts for _ in chosen], each)
-            assert [found[number :: len(chosen)] for number in range(len(chosen))] == expected
+            given.append(client.generate([prompt for prompt in prompts for _ in chosen], each))
         core.close()
+    assert given[0] == given[1]
+    expected = [given[0][number :: len(chosen)] for number in range(len(chosen))]
+    assert len({json.dumps(ids) for ids in expected}) == len(chosen), "the adapters change too little"
+    for adapter, answers in zip(chosen, expected, strict=True):
+        assert answers == merged(model, adapter, prompts, answers, merge=False), adapter
     with serve(start_core(model, max_seq_len=160, max_loras=1), tmp_path / "none") as client:
         refused = client.submit(prompts[0], asks(adapters[0]))
         client.wait([refused])
@@ -214,7 +218,8 @@ def test_ranks_have_their_shares(made: tuple[Path, list[Path]], tmp_path: Path, 
     core = start_ranks(model, 2, monkeypatch, max_seq_len=160, **ADAPTERS)
     with serve(core, tmp_path) as client:
         for adapter in (*adapters, None):
-            assert client.generate(prompts, asks(adapter)) == merged(model, adapter, prompts, 24)
+            answers = client.generate(prompts, asks(adapter))
+            assert answers == merged(model, adapter, prompts, answers), adapter
         # Numbers of one rank's share alone that are not finite are found by all.
         broken = tmp_path / "broken"
         shutil.copytree(adapters[0], broken)
@@ -226,7 +231,7 @@ def test_ranks_have_their_shares(made: tuple[Path, list[Path]], tmp_path: Path, 
         failing = client.submit(prompts[0], asks(broken))
         client.wait([failing])
         assert "not finite" in client.failure[failing].message
-        assert client.generate_after_failures(prompts[:1], asks(None)) == merged(model, None, prompts[:1], 24)
+        assert client.generate_after_failures(prompts[:1], asks(None)) == answers[:1]
     core.close()
 
 
@@ -242,7 +247,8 @@ def test_a_folder_that_changes_between_two_ranks_fails_its_requests_alone(tmp_pa
         plain = client.generate(prompts, asks(None))
         for said in ("was replaced or written to while it was read", "was removed before the request could"):
             make_adapter(model, adapter, FORMS[0], 1)
-            assert client.generate(prompts, asks(adapter)) == merged(model, adapter, prompts, 24) != plain
+            answers = client.generate(prompts, asks(adapter))
+            assert answers == merged(model, adapter, prompts, answers) != plain
             make_adapter(model, adapter, FORMS[1], 1)
             loader._cached.clear()
             other.suspend()
@@ -273,9 +279,9 @@ def test_what_is_wrong_with_an_adapter_fails_its_requests_alone(
     (pipe / "adapter_model.safetensors").touch()
     (cut / "adapter_model.safetensors").write_bytes(b"0" * 100)
     config = json.loads((broken / "adapter_config.json").read_text())
-    plain, adapted = (merged(model, each, prompts, 24) for each in (None, adapters[0]))
     core = start_core(model, max_seq_len=160, max_lora_rank=16, max_loras=1)
     with serve(core, tmp_path / "run") as client:
+        plain, adapted = (client.generate(prompts, asks(each)) for each in (None, adapters[0]))
         for folder, change, said in (
             (broken, {"use_dora": True}, "use_dora true, which is not supported"),
             (broken, {"peft_type": "IA3"}, 'peft_type "IA3"; only LORA'),
@@ -300,8 +306,8 @@ def test_what_is_wrong_with_an_adapter_fails_its_requests_alone(
         assert client.generate(prompts, asks(broken)) == adapted
         # So is one whose settings alone are others.
         (broken / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 6 * config["r"]}))
-        changed = merged(model, broken, prompts, 24)
-        assert client.generate(prompts, asks(broken)) == changed != adapted
+        changed = client.generate(prompts, asks(broken))
+        assert changed == merged(model, broken, prompts, changed) != adapted
 
 
 def test_an_adapter_that_failed_for_a_cancelled_request_is_tried_again(tmp_path: Path) -> None:

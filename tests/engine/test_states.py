@@ -42,16 +42,18 @@ def test_a_chat_goes_on_from_its_last_turn(folder: Path, tmp_path: Path) -> None
     longer = SamplingParams(max_tokens=60, temperature=0.0)
     with serve(core, tmp_path) as client:
         (answer,) = client.generate([prompt], longer)
-        assert answer[:LONG] == reference(folder, [prompt])[0]
+        assert [answer[:LONG]] == reference(folder, [prompt], [answer])
         status = client.loop.status()
         assert (status.snapshots, status.snapshots_cached) == (8, 2)
         (again,) = client.generate([prompt], longer)
         assert again == answer and reused(core) == 64
         turn = prompt + answer + [9, 8]
-        assert client.generate([turn], GREEDY) == reference(folder, [turn])
+        answers = client.generate([turn], GREEDY)
+        assert answers == reference(folder, [turn], answers)
         assert reused(core, 64) == 128
         without = prompt + [7] + answer[:30]  # an answer that the client has changed
-        assert client.generate([without], GREEDY) == reference(folder, [without])
+        answers = client.generate([without], GREEDY)
+        assert answers == reference(folder, [without], answers)
         assert reused(core, 64 + 128) == 64
 
 
@@ -69,13 +71,15 @@ def test_a_state_is_kept_within_a_step(
     once = SamplingParams(max_tokens=1, temperature=0.0)
     with serve(core, tmp_path) as client:
         found = []
-        for prompt, answer in zip(prompts, reference(folder, prompts), strict=True):
+        for prompt in prompts:
             before = client.loop.iteration
-            assert client.generate([prompt], once) == [answer[:1]]
+            answers = client.generate([prompt], once)
             found.append(client.loop.iteration - before)
+            assert answers == [each[:1] for each in reference(folder, [prompt], answers)]
         assert found == steps
         turns = [[*prompt, 7, 8] for prompt in prompts]
-        assert client.generate(turns, GREEDY) == reference(folder, turns)
+        answers = client.generate(turns, GREEDY)
+        assert answers == reference(folder, turns, answers)
         assert reused(core) == 64 + 96 + 128
 
 
@@ -84,13 +88,14 @@ def test_prompts_that_part_within_another_keep_a_state_there(folder: Path, tmp_p
     third begins there."""
     core, system = start(folder), tokens(100, seed=2)
     prompts = [system + tokens(40, seed=seed) for seed in (3, 4, 5)]
-    expected, found = reference(folder, prompts), []
+    answers, found = [], []
     with serve(core, tmp_path) as client:
-        for prompt, answer in zip(prompts, expected, strict=True):
+        for prompt in prompts:
             before = reused(core)
-            assert client.generate([prompt], GREEDY) == [answer]
+            answers += client.generate([prompt], GREEDY)
             found.append(reused(core, before))
     assert found == [0, 0, 96]
+    assert answers == reference(folder, prompts, answers)
 
 
 def test_the_least_recently_used_snapshots_go(folder: Path, tmp_path: Path) -> None:
@@ -107,7 +112,8 @@ def test_the_least_recently_used_snapshots_go(folder: Path, tmp_path: Path) -> N
             before = reused(core)
             client.generate([prompt], once)
             assert reused(core, before) == tokens_found
-        assert client.generate(prompts[:4], GREEDY) == reference(folder, prompts[:4])
+        answers = client.generate(prompts[:4], GREEDY)
+    assert answers == reference(folder, prompts[:4], answers)
 
 
 def test_answers_that_are_written_leave_half_of_the_snapshots(folder: Path, tmp_path: Path) -> None:
@@ -131,14 +137,14 @@ def test_answers_that_are_written_leave_half_of_the_snapshots(folder: Path, tmp_
 def test_sequences_of_one_request_begin_with_the_first_ones_state(folder: Path, tmp_path: Path) -> None:
     """Without reuse as well; no other request finds it then."""
     core, prompt = start(folder, enable_kv_cache_reuse=False, max_num_seqs=8), tokens(90, seed=6)
-    expected = reference(folder, [prompt])[0]
     with serve(core, tmp_path) as client:
         first = client.submit(prompt, GREEDY)
         ids = [first, *(client.submit(prompt, GREEDY, share_with=first) for _ in range(2))]
         client.wait(ids)
-        assert [client.tokens[i] for i in ids] == [expected] * 3
         before = reused(core)
-        assert client.generate([prompt], GREEDY) == [expected] and reused(core, before) == 0
+        answers = [*(client.tokens[i] for i in ids), *client.generate([prompt], GREEDY)]
+        assert reused(core, before) == 0
+    assert answers == reference(folder, [prompt], answers[:1]) * 4
 
 
 def test_a_preempted_sequence_goes_on_from_a_snapshot(folder: Path, tmp_path: Path) -> None:
@@ -153,7 +159,7 @@ def test_a_preempted_sequence_goes_on_from_a_snapshot(folder: Path, tmp_path: Pa
     with serve(core, tmp_path / "few") as client:
         assert client.generate(prompts, long) == expected
     assert core.scheduler.preemptions and core.scheduler.blocks_reused > blocks
-    assert [each[:LONG] for each in expected] == reference(folder, prompts)
+    assert [each[:LONG] for each in expected] == reference(folder, prompts, expected)
 
 
 @pytest.mark.parametrize(("spoilt", "graphs"), [(0.3, False), (0.5, True)])
@@ -163,13 +169,15 @@ def test_accepted_drafts_enter_the_state_and_rejected_ones_do_not(
     """Next to prompts in chunks, preempted, and from prefixes, which end behind a prompt then."""
     limits = {"max_num_tokens": 33, "max_num_tokens_while_decoding": 33}
     prompts = [tokens(30 + 15 * seed, seed=seed) for seed in range(6)]
-    expected = reference(folder, prompts)
+    with serve(start(folder), tmp_path / "plain") as client:
+        expected = client.generate(prompts, GREEDY)
+    assert expected == reference(folder, prompts, expected)
     sequences = [prompt + answer for prompt, answer in zip(prompts, expected, strict=True)]
     proposer = Replay(3, spoilt, sequences)
     few = {"max_tokens_in_paged_kv_cache": 288, "max_seq_len": 192}
     core = start(folder, proposer=proposer, **limits, **few)
     capture = replayed(core.runner) if graphs else None
-    with serve(core, tmp_path) as client:
+    with serve(core, tmp_path / "drafts") as client:
         assert client.generate(prompts, GREEDY) == expected
         before = reused(core)
         assert client.generate(prompts[-2:], GREEDY) == expected[-2:]
