@@ -220,31 +220,26 @@ class _Reply(Choices):
         return self._report
 
     async def _choices(self, made: list[_Made]) -> AsyncIterator[dict[str, Any]]:
-        for index, each in enumerate(made):
-            yield await self._choice(index, each)
-
-    async def _choice(self, index: int, made: _Made) -> dict[str, Any]:
-        """What the answer has of a completion. What all of them repeat of their prompt comes in here, when it
-        is sent: before, it would be held n times."""
-        stream, text, context_ids, chunk, finish = made
-        report = await self._prompt_report(self._first(stream))
-        offset = 0 if report.lists is None else report.lists.offset
-        lists = await self._lists(chunk, context_ids, offset)
+        """What the answer has of each completion. What all of them repeat of their prompt comes in here, when
+        it is sent: before, it would be held n times."""
         request = self._request
-        choice: dict[str, Any] = {
-            "index": index,
-            "text": self._prompt_text(stream) + text if request.echo else text,
-            "finish_reason": finish,
-        }
-        if request.return_token_ids:
-            choice["prompt_token_ids"], choice["token_ids"] = stream.row.prompt.tolist(), list(chunk.ids)
-        every = report.lists or lists
-        if report.lists is not None and lists is not None:
-            every = report.lists.followed_by(lists)
-        choice["logprobs"] = self._shown(every)
-        if report.by_id is not None:
-            choice["prompt_logprobs"] = report.by_id
-        return choice
+        for index, (stream, text, context_ids, chunk, finish) in enumerate(made):
+            report = await self._prompt_report(self._first(stream))
+            offset = 0 if report.lists is None else report.lists.offset
+            every = lists = await self._lists(chunk, context_ids, offset)
+            if report.lists is not None:
+                every = report.lists if lists is None else report.lists.followed_by(lists)
+            choice: dict[str, Any] = {
+                "index": index,
+                "text": self._prompt_text(stream) + text if request.echo else text,
+                "finish_reason": finish,
+            }
+            if request.return_token_ids:
+                choice["prompt_token_ids"], choice["token_ids"] = stream.row.prompt.tolist(), list(chunk.ids)
+            choice["logprobs"] = self._shown(every)
+            if report.by_id is not None:
+                choice["prompt_logprobs"] = report.by_id
+            yield choice
 
     def _prompt_text(self, stream: Stream) -> str:
         # An incomplete character at its end is part of what comes next.

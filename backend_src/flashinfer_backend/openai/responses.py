@@ -3,7 +3,7 @@
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -310,29 +310,32 @@ def offered_tools(tools: Sequence[Mapping[str, Any]]) -> list[Offered]:
     """Functions and custom tools, those in namespaces as well. Tools that OpenAI runs are left out: agents
     offer them to every server. Raises ApiError."""
     found: list[Offered] = []
-    for n, tool in enumerate(tools):
-        kind, inner, place = tool.get("type"), tool.get("tools"), f"tools[{n}]"
+    for tool, namespace, place in _flat(tools):
+        kind = tool.get("type")
         if (reason := left_out(tool)) is not None:
-            _say_left_out(reason)
-        elif kind == "namespace":
-            if not isinstance(tool.get("name"), str) or not tool["name"]:
-                raise wrong_value(f"{place}.name", tool.get("name"), "a text that is not empty")
-            if not isinstance(inner, list):
-                raise wrong_value(f"{place}.tools", inner, "a list of functions and custom tools")
-            for k, one in enumerate(inner):
-                if not isinstance(one, dict) or one.get("type") not in ("function", "custom"):
-                    inner_place = f"{place}.tools[{k}]"
-                    told = f"{inner_place} should be a function or a custom tool"
-                    raise ApiError(told, param=inner_place)
-                if (reason := left_out(one)) is not None:
-                    _say_left_out(reason)
-                else:
-                    found.append(_offered(one, tool["name"], f"{place}.tools[{k}]"))
+            say_once(f"openai: tools of type {reason} are left out of requests to /v1/responses")
         elif kind in ("function", "custom"):
-            found.append(_offered(tool, None, place))
+            found.append(_offered(tool, namespace, place))
         else:
             raise wrong_value(f"{place}.type", kind, "function, custom or namespace")
     return found
+
+
+def _flat(tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], str | None, str]]:
+    """Each tool, its namespace and its place. Raises ApiError."""
+    for n, tool in enumerate(tools):
+        name, inner, place = tool.get("name"), tool.get("tools"), f"tools[{n}]"
+        if tool.get("type") != "namespace":
+            yield tool, None, place
+            continue
+        if not isinstance(name, str) or not name:
+            raise wrong_value(f"{place}.name", name, "a text that is not empty")
+        if not isinstance(inner, list):
+            raise wrong_value(f"{place}.tools", inner, "a list of functions and custom tools")
+        for k, one in enumerate(inner):
+            if not isinstance(one, dict) or one.get("type") not in ("function", "custom"):
+                raise field_error(f"{place}.tools[{k}]", "should be a function or a custom tool")
+            yield one, name, f"{place}.tools[{k}]"
 
 
 def left_out(tool: Mapping[str, Any]) -> str | None:
@@ -341,10 +344,6 @@ def left_out(tool: Mapping[str, Any]) -> str | None:
     if kind == "custom" and isinstance(form, dict) and form.get("syntax") == "lark":
         return LARK
     return kind if kind in LEFT_OUT else None
-
-
-def _say_left_out(kind: str) -> None:
-    say_once(f"openai: tools of type {kind} are left out of requests to /v1/responses")
 
 
 def _offered(tool: Mapping[str, Any], namespace: str | None, place: str) -> Offered:
