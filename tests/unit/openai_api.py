@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from flashinfer_backend.core.config import EngineConfig
-from flashinfer_backend.openai.app import Access, make_app
+from flashinfer_backend.openai.app import make_app
 from flashinfer_backend.openai.model import Model
 from flashinfer_backend.openai.served_model import ServedModel
 
@@ -18,14 +18,15 @@ class Api:
     def __init__(
         self, template: str | None = None, longest: int = 1 << 20, model_dir: str = "bundled", **access: Any
     ) -> None:
-        """template: its file, in place of the checkpoint's. longest: the engine's max_seq_len."""
+        """template: its file, in place of the checkpoint's. longest: the engine's max_seq_len. access: of
+        make_app."""
         metrics: Any = SimpleNamespace(error=lambda status: None)
         model = Model(["m"], EngineConfig(model_dir=model_dir), template_file=template)
         self.served = ServedModel(model, metrics)
         limits = SimpleNamespace(vocab_size=2048, max_seq_len=longest, max_input_len=longest - 1)
         self.engines = SimpleNamespace(status=limits, up=True)
         self.served.link = SimpleNamespace(engines=self.engines)  # type: ignore[assignment]
-        self._app = make_app([self.served], Access(**access))
+        self._app = make_app([self.served], **{"max_body_bytes": 32 << 20, **access})
 
     def call(self, *asked: Any, **named: str) -> tuple[int, dict[str, str], Any]:
         return asyncio.run(self.ask(*asked, **named))

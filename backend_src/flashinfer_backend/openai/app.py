@@ -85,15 +85,6 @@ Read = TypeVar("Read")
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-@dataclass(frozen=True)
-class Access:
-    """Who may send requests, and how large. Without keys: everyone. origins: whose pages may, in browsers."""
-
-    keys: Sequence[str] = ()
-    max_body_bytes: int = 32 << 20
-    origins: Sequence[str] = ()
-
-
 def _served_by_name(models: Sequence[ServedModel], request: Any) -> ServedModel:
     """The model that a body names. Raises ApiError."""
     return find_model(models, request.model)
@@ -116,9 +107,12 @@ class Post(NamedTuple):
         return [prefix + self.path for prefix in self.versions]
 
 
-def make_app(models: Sequence[ServedModel], access: Access) -> ASGIApp:
-    """The ASGI application of one process. models: all that it serves."""
-    shared, posts, bodies = models[0].metrics, _posts(models), Bodies(access.max_body_bytes)
+def make_app(
+    models: Sequence[ServedModel], max_body_bytes: int, keys: Sequence[str] = (), origins: Sequence[str] = ()
+) -> ASGIApp:
+    """The ASGI application of one process. models: all that it serves. keys: of clients; without any, all may
+    send requests. origins: whose pages may, in browsers."""
+    shared, posts, bodies = models[0].metrics, _posts(models), Bodies(max_body_bytes)
     routes = [
         Route(path, _endpoint(post, models, bodies), methods=["POST"])
         for post in posts
@@ -128,15 +122,15 @@ def make_app(models: Sequence[ServedModel], access: Access) -> ASGIApp:
 
     async def openapi(request: Request) -> Response:
         kinds = {path: post.kind for post in posts for path in post.paths()}
-        return _json(schema(kinds, _paths(routes, "GET"), _paths(routes, "DELETE"), bool(access.keys)))
+        return _json(schema(kinds, _paths(routes, "GET"), _paths(routes, "DELETE"), bool(keys)))
 
     routes.append(Route("/openapi.json", openapi))
     app = Starlette(routes=routes, exception_handlers=_answers_to_errors(shared))
-    guarded: ASGIApp = Ending(Guard(app, shared, access.keys), shared)
-    if access.origins:  # in front of the guard: browsers ask without a key whether they may
+    guarded: ASGIApp = Ending(Guard(app, shared, keys), shared)
+    if origins:  # in front of the guard: browsers ask without a key whether they may
         guarded = CORSMiddleware(
             guarded,
-            allow_origins=access.origins,
+            allow_origins=origins,
             allow_methods=["*"],
             allow_headers=["*"],
             expose_headers=["x-request-id", "request-id", "retry-after"],

@@ -22,7 +22,7 @@ import uvicorn
 import uvloop
 
 from flashinfer_backend.core.output import say
-from flashinfer_backend.openai.app import Access, make_app
+from flashinfer_backend.openai.app import make_app
 from flashinfer_backend.openai.connection import ConnectionLimits, limited_config
 from flashinfer_backend.openai.link import EngineLink, LogitsRoom
 from flashinfer_backend.openai.metrics import Metrics
@@ -111,7 +111,7 @@ def _read_models(options: WorkerOptions, metrics: Metrics) -> list[ServedModel]:
 
 
 def _make_server(options: WorkerOptions, models: list[ServedModel], metrics: Metrics) -> uvicorn.Server:
-    app = make_app(models, Access(options.keys, options.max_body_bytes, options.allowed_origins))
+    app = make_app(models, options.max_body_bytes, options.keys, options.allowed_origins)
     limits = ConnectionLimits(options.receive_s, room_for_connections(options.max_connections))
     return uvicorn.Server(
         limited_config(

@@ -107,16 +107,13 @@ class GrammarCompiler:
                 raise GrammarError(
                     f"written out, it has {len(source)} characters; it should have at most {GRAMMAR.written}"
                 )
-            return self._made(source, special, end_id)
+            tokenizer = self.load(special)
+            return Grammar(make_matcher(tokenizer, source), tokenizer, end_id, self._vocab_size)
         except GrammarError as error:
             reason = str(error)
             if len(reason) > MOST_REASON:
                 reason = reason[: MOST_REASON - 3] + "..."
             raise GrammarError(refusal.format(reason)) from error
-
-    def _made(self, source: str, special: Collection[str] | None, end_id: int) -> Grammar:
-        tokenizer = self.load(special)
-        return Grammar(make_matcher(tokenizer, source), tokenizer, end_id, self._vocab_size)
 
 
 def make_matcher(tokenizer: Any, source: str) -> Any:

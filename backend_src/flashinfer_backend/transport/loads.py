@@ -31,9 +31,9 @@ class LoadTable:
         pid = os.getpid()
         self._run_dir = run_dir
         self._file = run_dir / f"load-{rundir.start_ticks(pid)}-{pid}"
-        self._lock = threading.Lock()  # guards _own, _inode and _closed
+        self._lock = threading.Lock()  # guards _own, _made and _closed
         self._own = np.zeros((engines, 2), np.int64)
-        self._inode = 0  # of the file that _own is; 0: of none yet
+        self._made = False  # whether _own is in the file
         self._closed = self._complained = False
         self._others: rundir.SharedArrays = {}
         self._look_at = 0.0
@@ -65,7 +65,7 @@ class LoadTable:
     def _keep_own(self) -> None:
         """Makes the file where there is none: at first, or when somebody has removed it since."""
         with self._lock:
-            if self._closed or (self._inode and self._inode == _inode(self._file)):
+            if self._closed or (self._made and self._file.exists()):
                 return
             try:
                 own = rundir.shared_array(self._file, np.int64, self._own.shape)
@@ -77,7 +77,7 @@ class LoadTable:
                     say(f"others do not know what this process has open ({error})")
                 return
             own[:] = self._own
-            self._own, self._inode, self._complained = own, _inode(self._file), False
+            self._own, self._made, self._complained = own, True, False
 
     def _look(self) -> None:
         living = []
@@ -89,10 +89,3 @@ class LoadTable:
                 elif path != self._file:
                     living.append(path)
         self._others = rundir.arrays_of_others(living, self._others)
-
-
-def _inode(path: Path) -> int:
-    """0 where there is no such file."""
-    with contextlib.suppress(OSError):
-        return path.stat().st_ino
-    return 0

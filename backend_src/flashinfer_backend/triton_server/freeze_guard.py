@@ -100,7 +100,8 @@ class FreezeGuard:
                     with contextlib.suppress(OSError):  # no room now, no folder or no descriptor: tried again
                         others = [path for path in self._folder.glob("beat-*") if path != self._file]
                         self._others = rundir.arrays_of_others(others, self._others)
-                        self._keep_own()
+                        if not self._file.exists():  # a cleaner of old files has removed it
+                            self._own = self._make()
 
     def _look(self) -> None:
         """Notices that this process stood still since the last look."""
@@ -116,12 +117,6 @@ class FreezeGuard:
 
     def _note(self, now: float, cpu: float, counts: dict[tuple[str, int], int]) -> None:
         self._at, self._cpu, self._counts = now, cpu, counts
-
-    def _keep_own(self) -> None:
-        """Makes the file again where somebody has removed it, as a cleaner of old files does. Raises
-        OSError."""
-        if not self._file.exists():
-            self._own = self._make()
 
     def _make(self) -> np.ndarray:
         while True:
