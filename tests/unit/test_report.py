@@ -8,9 +8,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-import pytest
-
 from client import measured, report, report_plots
 from client.metrics import RequestRecord, goodput, request_columns, summarise
 
@@ -73,49 +70,6 @@ def test_a_servers_name_that_is_its_label_is_there_once(tmp_path):
     for model, words in (("", "no GPU"), ("llama", "model llama. no GPU")):
         text = report.markdown([replace(run, model=model)], "t")
         assert f"* **openai-chat, vllm 1**: {words}, 2 cores" in text
-
-
-# How colours look without one kind of cone, in linear RGB: Machado, Oliveira and Fernandes 2009, severity 1.
-VISION = {
-    "full": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
-    "no red": [[0.1523, 1.0526, -0.2049], [0.1145, 0.7863, 0.0992], [-0.0039, -0.0481, 1.0520]],
-    "no green": [[0.3673, 0.8606, -0.2280], [0.2801, 0.6725, 0.0474], [-0.0118, 0.0429, 0.9689]],
-}  # fmt: skip
-# Ottosson 2020: linear RGB to OKLab.
-TO_CONES = [
-    [0.41222147, 0.53633254, 0.05144599],
-    [0.2119035, 0.6806995, 0.10739696],
-    [0.08830246, 0.28171884, 0.6299787],
-]
-TO_LAB = [
-    [0.21045426, 0.79361778, -0.00407205],
-    [1.9779985, -2.4285922, 0.45059371],
-    [0.0259040, 0.78277177, -0.80867577],
-]
-
-
-def linear(colour):
-    parts = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
-    return np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
-
-
-def contrast(one, other):
-    """As WCAG 2.2 defines it."""
-    dark, light = sorted(float(linear(colour) @ [0.2126, 0.7152, 0.0722]) for colour in (one, other))
-    return (light + 0.05) / (dark + 0.05)
-
-
-@pytest.mark.parametrize("colours", [report_plots.LIGHT, report_plots.DARK], ids=["light", "dark"])
-def test_text_and_curves_can_be_seen_and_told_apart(colours):
-    curves = [colours[name] for name in colours if name.startswith("curve-")] + [colours["ink"]]
-    assert len(curves) == len(report_plots.COLOURS)
-    assert all(contrast(colours[name], colours["background"]) >= 4.5 for name in ("ink", "quiet"))
-    assert all(contrast(curve, colours["background"]) >= 3 for curve in curves)
-    for vision in VISION.values():
-        seen = np.clip(np.array([linear(curve) for curve in curves]) @ np.transpose(vision), 0, 1)
-        lab = np.cbrt(seen @ np.transpose(TO_CONES)) @ np.transpose(TO_LAB)
-        distances = np.linalg.norm(lab[:, None] - lab, axis=-1)[np.triu_indices(len(lab), 1)]
-        assert distances.min() > 0.1  # two neighbours of the earlier colours, of Okabe and Ito, have 0.076
 
 
 def test_without_matplotlib_there_is_help_and_no_half_report(tmp_path):
