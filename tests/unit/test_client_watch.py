@@ -262,15 +262,6 @@ def test_a_stub_with_the_pid_of_another_is_marked(tmp_path: Path, killed: bool) 
     assert new.last(handle) and (old.newest(handle), new.newest(handle)) == (1, 2)
 
 
-@pytest.mark.usefixtures("at_once")
-def test_a_table_that_comes_later_is_found(tmp_path: Path) -> None:
-    handle, marker = make_handle(PID, 1), DeliveryMarker(tmp_path)
-    marker.mark(handle, 1)
-    table = DeliveryMarks(tmp_path, PID)
-    marker.mark(handle, 2)
-    assert table.newest(handle) == 2
-
-
 FULL = """
 mount -t tmpfs -o size=256k tmpfs "$1" || exit 77
 exec "$2" -c "

@@ -185,17 +185,6 @@ def test_every_utf8_fault_is_replaced_as_the_library_does():
         assert streamed(decoder, ids, [1, 2]) == tokenizer.decode(ids)
 
 
-def test_an_incomplete_character_is_held_and_flushed():
-    tokenizer = byte_level()
-    decoder = DECODERS["byte_level", True]
-    ids = tokenizer.encode("a🦊", add_special_tokens=False).ids
-    assert len(ids) > 2, "the fox should not be a token of its own"
-    head = [decoder.delta(ids[:n], [ids[n]], False) for n in range(len(ids) - 1)]
-    assert head == ["a"] + [""] * (len(ids) - 2)
-    assert decoder.delta(ids[:-1], ids[-1:], False) == "🦊"
-    assert decoder.delta(ids[:-1], [], True) == REPLACEMENT
-
-
 def test_another_decoder_is_streamed_by_difference():
     tokenizer = word_level()
     decoder = DeltaDecoder(tokenizer)

@@ -42,27 +42,6 @@ def run(first: int, count: int) -> list[int]:
     return list(range(first, first + count))
 
 
-def test_rows_that_begin_alike_are_a_set():
-    shared, other = run(100, 12), run(300, 9)
-    rows = [
-        [*shared, 1, 2], [*other, 3], run(500, 20), [*shared, 4], other, shared, [7, 7, 7], [7, 7, 8], []
-    ]  # fmt: skip
-    # Of the last three with 7, two share too little, and one has no full block.
-    assert find(rows) == {frozenset({0, 3, 5}): 12, frozenset({1, 4}): 9}
-    assert find([run(i * 50, 20) for i in range(6)]) is None
-    assert find([[1, 2, 3], [], []]) is None
-    assert find([[], []]) is None
-
-
-def test_a_row_shares_no_more_than_its_full_blocks():
-    assert find([run(10, 20), run(10, 30), run(10, 30)]) == {frozenset({0, 1, 2}): 20}
-    assert find([run(10, 8), run(10, 30), run(10, 30)]) == {frozenset({1, 2}): 30}
-    # A longest row alone does not count beyond the next one.
-    assert find([run(10, 400), run(10, 20)]) == {frozenset({0, 1}): 20}
-    # Equal blocks behind different ones are no prefix.
-    assert find([[1, *run(10, 20)], [2, *run(10, 20)]]) is None
-
-
 def test_sets_are_those_that_save_most():
     """Of a system prompt with documents behind it, and of a document that few of many rows have."""
     system = run(100, 10)
