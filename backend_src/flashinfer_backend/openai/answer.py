@@ -78,7 +78,6 @@ def note_sent(served: ServedModel, stream: Stream, chunk: Chunk) -> None:
 
 
 def finish_reason(code: int) -> str:
-    """OpenAI's word for a finish code."""
     return "length" if code == protocol.FINISHED_LENGTH else "stop"
 
 
@@ -168,7 +167,6 @@ class Choices:
         return event(body)
 
     def _end(self) -> bytes:
-        """The events at the end of a stream."""
         return (event(self._whole(())) if self._tells_usage else b"") + DONE
 
 
@@ -254,8 +252,6 @@ async def _gathered(pieces: AsyncIterator[bytes]) -> tuple[bytes, bool]:
 
 
 class EventResponse(GenerationResponse):
-    """Server-sent events."""
-
     async def _answer(self, scope: Scope, send: Send) -> None:
         begun, send_body = False, send
         try:

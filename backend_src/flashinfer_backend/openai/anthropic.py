@@ -45,7 +45,6 @@ FREE_OF_TOOLS = ("name", "description", "input_schema", "strict", "cache_control
 
 
 def message(served: ServedModel, request: MessagesRequest) -> Answering:
-    """Raises ApiError."""
     turn = Turn(served, conversation_of(served, request), bool(request.stream))
     turn.prepare(_sampling(request))
 
@@ -60,7 +59,6 @@ def message(served: ServedModel, request: MessagesRequest) -> Answering:
 
 
 def count_tokens(served: ServedModel, request: CountTokensRequest) -> Answering:
-    """Raises ApiError."""
     text = render(served, conversation_of(served, request))
 
     async def answer() -> dict[str, Any]:

@@ -86,14 +86,13 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def _served_by_name(models: Sequence[ServedModel], request: Any) -> ServedModel:
-    """The model that a body names. Raises ApiError."""
     return find_model(models, request.model)
 
 
 class Post(NamedTuple):
     """A path that takes a body. kind: the body's struct. read: does all the work that grows with the body,
-    except tokenizing. tasks: the tasks of models that serve the path; none: all models do. choose: finds the
-    model from the body. no_body: what a request without a body means."""
+    except tokenizing; it may raise ApiError. tasks: the tasks of models that serve the path; none: all models
+    do. choose: finds the model from the body. no_body: what a request without a body means."""
 
     path: str
     kind: type[msgspec.Struct]

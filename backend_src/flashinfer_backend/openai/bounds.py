@@ -33,7 +33,6 @@ def bounded(kind: type[msgspec.Struct], body: bytes) -> bytes:
 
 
 def bound_of(kind: type[msgspec.Struct], name: str) -> Bound:
-    """The bound of a field of a kind of body."""
     return FIELDS.get(f"{kind.__name__}.{name}") or FIELDS.get(name, NUMBER)
 
 

@@ -349,7 +349,6 @@ class Answer:
 
 
 def chat(served: ServedModel, request: ChatRequest) -> Answering:
-    """Raises ApiError."""
     if len({request.max_completion_tokens, request.max_tokens} - {None}) > 1:
         raise field_error("max_tokens", "is an older name of max_completion_tokens; give one of them")
     variables = dict(request.chat_template_kwargs or {})
@@ -508,7 +507,6 @@ class _Reply(Choices):
 
 
 def _message(answer: Answer, events: list[Event]) -> dict[str, Any]:
-    """A message from all of its events."""
     content: list[str] = []
     reasoning: list[str] = []
     calls: list[dict[str, Any]] = []

@@ -46,7 +46,6 @@ class PromptReport(NamedTuple):
 
 
 def completions(served: ServedModel, request: CompletionRequest) -> Answering:
-    """Raises ApiError."""
     limits = served.limits
     prompts = _prompts(request.prompt, limits)
     count = request.best_of or request.n or 1
@@ -131,8 +130,6 @@ def _not_prompts() -> ApiError:
 
 
 class _Made(NamedTuple):
-    """A completion."""
-
     stream: Stream
     text: str
     context_ids: list[int]  # the last ones before the completion

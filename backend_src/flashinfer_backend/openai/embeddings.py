@@ -42,7 +42,6 @@ RERANK_PROMPT = (
 
 
 def embeddings(served: ServedModel, request: EmbeddingRequest) -> Answering:
-    """Raises ApiError."""
     name, given = request.prompt_name, request.input
     if name is not None and name not in served.prompts:
         known = ", ".join(served.prompts) or "none"
@@ -95,7 +94,6 @@ async def _embeddings(served: ServedModel, request: EmbeddingRequest, inputs: li
 
 
 def rerank(served: ServedModel, request: RerankRequest) -> Answering:
-    """Raises ApiError."""
     documents = [each.get("text") if isinstance(each, dict) else each for each in request.documents]
     prompts = _pairs(served, request, "query", [request.query], "documents", documents)
 
@@ -111,7 +109,6 @@ def rerank(served: ServedModel, request: RerankRequest) -> Answering:
 
 
 def score(served: ServedModel, request: ScoreRequest) -> Answering:
-    """Raises ApiError."""
     sides: list[Any] = []
     for new, old in (("queries", "text_1"), ("documents", "text_2")):
         given = {name: value for name in (new, old) if (value := getattr(request, name)) is not None}

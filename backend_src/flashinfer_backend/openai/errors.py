@@ -69,5 +69,4 @@ def wrong_value(place: str, value: object, wanted: str) -> ApiError:
 
 
 def of_anthropic(scope: Scope) -> bool:
-    """Whether a request is for Anthropic's API."""
     return scope.get("path") in _ANTHROPIC_PATHS

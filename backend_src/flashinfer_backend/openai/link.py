@@ -291,7 +291,6 @@ class Streams:
             self.cancel_one(stream)
 
     def cancel_one(self, stream: Stream) -> None:
-        """Ends one sequence, if it still runs."""
         if stream.handle and not stream.ended:
             self._link.engines.cancel(stream.handle)
 

@@ -52,7 +52,6 @@ class TokenTexts(dict[int, Text]):
 
 
 def text_of(data: bytes) -> str:
-    """A token's text."""
     return data.decode(errors="replace")
 
 

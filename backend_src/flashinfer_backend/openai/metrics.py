@@ -123,7 +123,6 @@ class Metrics:
             self._gauges[name].set(value)
 
     def error(self, status: int) -> None:
-        """Notes an answer that is an error."""
         self._refused.labels(str(status)).inc()
 
     def text(self, models: Sequence[ModelState]) -> bytes:
@@ -228,7 +227,6 @@ def _adapters(models: Sequence[ModelState]) -> Iterator[Any]:
 
 
 def _door_states(doors: dict[str, DoorState]) -> Iterator[Any]:
-    """What serve says of its doors."""
     up = GaugeMetricFamily(f"{PREFIX}door_up", "Whether a door of the server answers", labels=["door"])
     starts = CounterMetricFamily(
         f"{PREFIX}door_restarts", "How often a door was started again", labels=["door"]

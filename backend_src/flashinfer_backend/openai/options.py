@@ -119,7 +119,6 @@ def _check_names(served: Sequence[Model]) -> None:
 
 
 def _lora_root(root: Path | None, configs: Sequence[EngineConfig]) -> str | None:
-    """Raises ValueError."""
     if root is None:
         return None
     if not any(config.max_loras for config in configs):

@@ -84,9 +84,7 @@ class ResponseStore:
         return items[: len(items) - len(msgspec.json.decode(response, type=_Output).output)]
 
     def response(self, name: str) -> bytes:
-        """Its JSON. Raises ApiError."""
         return self._get(name, None)[1]
 
     def delete(self, name: str) -> None:
-        """Raises ApiError."""
         self._get(name, None, drop=True)

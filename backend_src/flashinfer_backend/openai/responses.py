@@ -67,7 +67,6 @@ class Offered(NamedTuple):
 
 
 def responses(served: ServedModel, request: ResponsesRequest) -> Answering:
-    """Raises ApiError."""
     turn, earlier = _read(served, request)
 
     async def answer() -> Response:

@@ -104,12 +104,10 @@ class ServedModel:
         return [*self.model.names, *(self.adapters.folders if self.adapters is not None else ())]
 
     def has(self, name: str) -> bool:
-        """Whether the model, or an adapter of it, has this name."""
         return name in self.model.names or self.adapter_folder(name) is not None
 
     @property
     def ready(self) -> bool:
-        """Whether there is an engine that is ready."""
         return self.link.engines.up
 
     async def attached(self) -> None:
