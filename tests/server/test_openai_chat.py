@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """/v1/chat/completions through OpenAI's own client, which checks every answer against its types."""
 
-import asyncio
 from typing import Any
 
 import openai
@@ -46,24 +45,6 @@ def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
     assert len(parts) > 3, "it was streamed"
 
 
-def test_an_asynchronous_client(door: OpenAiServer) -> None:
-    async def talk() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{door.url}/v1", api_key="none") as client:
-
-            async def one(seed: int) -> str:
-                text = ""
-                async for chunk in await client.chat.completions.create(
-                    model="tiny-chat", messages=ASK, max_tokens=10, seed=seed, stream=True
-                ):
-                    text += chunk.choices[0].delta.content or ""
-                return text
-
-            return await asyncio.gather(*(one(seed) for seed in (1, 2, 3, 1)))
-
-    first, *others, again = asyncio.run(talk())
-    assert first == again and len({first, *others}) > 1
-
-
 def test_n_answers_of_one_prompt(client: openai.OpenAI) -> None:
     answer = ask(client, n=3, temperature=1.0, seed=7)
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
@@ -88,14 +69,15 @@ def test_stop_words_are_left_out(client: openai.OpenAI) -> None:
 
 
 def test_log_probs_of_the_chosen_tokens(client: openai.OpenAI) -> None:
-    whole = {
-        "logprobs": True,
-        "extra_body": {"ignore_eos": True},
-    }  # no stop word, whose tokens have some as well
-    answer = ask(client, **whole)
+    whole = {"logprobs": True, "extra_body": {"ignore_eos": True}}  # no stop word, whose tokens have some too
+    answer = ask(client, **whole, top_logprobs=3)
     found = answer.choices[0].logprobs.content
     assert "".join(one.token for one in found) == answer.choices[0].message.content
-    assert all(one.logprob <= 0 and bytes(one.bytes).decode() == one.token for one in found)
+    for one in found:
+        assert one.logprob <= 0 and bytes(one.bytes).decode() == one.token
+        values = [other.logprob for other in one.top_logprobs]
+        assert len(values) == 3 and values == sorted(values, reverse=True)
+        assert values[0] == pytest.approx(one.logprob), "greedy: the likeliest was chosen"
     parts = [part for chunk in streamed(client, **whole) for part in _probs(chunk)]
     assert [(p.token, round(p.logprob, 3)) for p in parts] == [(p.token, round(p.logprob, 3)) for p in found]
 
@@ -103,14 +85,6 @@ def test_log_probs_of_the_chosen_tokens(client: openai.OpenAI) -> None:
 def _probs(chunk: Any) -> list[Any]:
     probs = chunk.choices[0].logprobs
     return probs.content if probs else []
-
-
-def test_the_likeliest_tokens(client: openai.OpenAI) -> None:
-    for one in ask(client, logprobs=True, top_logprobs=3).choices[0].logprobs.content:
-        assert len(one.top_logprobs) == 3
-        assert one.top_logprobs[0].logprob == pytest.approx(one.logprob), "greedy: the likeliest was chosen"
-        values = [other.logprob for other in one.top_logprobs]
-        assert values == sorted(values, reverse=True)
 
 
 def test_min_p_of_one_is_greedy(client: openai.OpenAI) -> None:
