@@ -82,15 +82,6 @@ def test_each_model_answers_by_its_name_through_both_doors(server: BothDoors) ->
     assert all(len(each) == 1 for each in said.values()) and len(set.union(*said.values())) == 3
 
 
-def test_each_path_is_for_the_models_that_serve_it(server: BothDoors) -> None:
-    answer = asked(server, "/v1/embeddings", {"model": "search", "input": ["a", "b"]})
-    assert answer["model"] == "search" and len(answer["data"]) == 2
-    wrong = asked(server, "/v1/embeddings", {"model": "code", "input": "a"}, 404)
-    assert "`code` writes text" in wrong["error"]["message"]
-    wrong = asked(server, "/v1/chat/completions", {"model": "search", **CHAT}, 404)
-    assert "`search` is an embedding model" in wrong["error"]["message"]
-
-
 @pytest.mark.parametrize(
     ("path", "body"),
     [
