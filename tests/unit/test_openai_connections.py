@@ -22,7 +22,6 @@ from flashinfer_backend.openai.app import MANY_BODIES, Bodies
 from flashinfer_backend.openai.connection import (
     CONNECTION,
     MOST_HEADER_BYTES,
-    ConnectionLimits,
     client_left,
     limited_config,
 )
@@ -45,7 +44,8 @@ class Running:
         self.waits = False  # what is sent to a client that does not read
         config = limited_config(
             self._app,
-            ConnectionLimits(receive_s, connections),
+            receive_s,
+            connections,
             self.errors.append,
             ws="none",
             lifespan="off",

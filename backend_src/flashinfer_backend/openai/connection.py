@@ -57,15 +57,6 @@ CONNECTION = "flashinfer_backend.connection"
 _connection: ContextVar[Connection] = ContextVar("connection")  # of the request that the application handles
 
 
-@dataclass(frozen=True)
-class ConnectionLimits:
-    """receive_s: seconds from a connection's or request's first byte until all of the request is there; 0:
-    any time. connections: of this process."""
-
-    receive_s: float
-    connections: int
-
-
 def client_left() -> bool:
     """Whether the client of the request that is being handled has closed its connection."""
     connection = _connection.get(None)
@@ -73,11 +64,12 @@ def client_left() -> bool:
 
 
 def limited_config(
-    app: ASGIApp, limits: ConnectionLimits, count_error: Callable[[int], None], **options: Any
+    app: ASGIApp, receive_s: float, connections: int, count_error: Callable[[int], None], **options: Any
 ) -> uvicorn.Config:
-    """uvicorn's settings with these limits. count_error: told the status of each refusal. options: of
-    uvicorn.Config."""
-    protocol: Any = partial(Connection, _Process(limits, count_error))
+    """uvicorn's settings with limits. receive_s: seconds from a connection's or request's first byte until
+    all of the request is there; 0: any time. connections: of this process. count_error: told the status of
+    each refusal. options: of uvicorn.Config."""
+    protocol: Any = partial(Connection, _Process(receive_s, connections, count_error))
     return uvicorn.Config(_Answers(app), http=protocol, interface="asgi3", **options)
 
 
@@ -86,7 +78,8 @@ class _Process:
     """What all connections of a process share. waiting: those whose request is not whole, the oldest first.
     unread: those whose client has not read what was sent."""
 
-    limits: ConnectionLimits
+    receive_s: float
+    connections: int
     count_error: Callable[[int], None]
     waiting: dict[Connection, None] = field(default_factory=dict)
     unread: set[Connection] = field(default_factory=set)
@@ -168,9 +161,9 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         process = self._process
-        over = len(self.connections) - process.limits.connections
+        over = len(self.connections) - process.connections
         if over > len(process.waiting):
-            most = process.limits.connections
+            most = process.connections
             self._refuse(503, f"{most} connections have requests, the most this process takes; try again")
             return
         if over > 0:
@@ -311,12 +304,12 @@ class Connection(HttpToolsProtocol):
 
     def _make_room(self) -> None:
         process = self._process
-        while len(self.connections) > process.limits.connections and process.waiting:
+        while len(self.connections) > process.connections and process.waiting:
             next(iter(process.waiting)).drop()
 
     def _start_clock(self) -> None:
-        if self._deadline is None and self._process.limits.receive_s:
-            self._deadline = self.loop.call_later(self._process.limits.receive_s, self._late)
+        if self._deadline is None and self._process.receive_s:
+            self._deadline = self.loop.call_later(self._process.receive_s, self._late)
 
     def _stop_waiting(self) -> None:
         self._process.waiting.pop(self, None)
@@ -331,7 +324,7 @@ class Connection(HttpToolsProtocol):
         if self._whole > 0:
             self._start_clock()  # what came behind a request that is being answered is not read meanwhile
         elif self._arriving and not self.answering:
-            receive_s = self._process.limits.receive_s
+            receive_s = self._process.receive_s
             self._refuse(408, f"the request had not arrived after {receive_s:g} s")
         else:
             self.drop()

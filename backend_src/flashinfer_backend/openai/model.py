@@ -48,7 +48,7 @@ class WorkerOptions(msgspec.Struct, kw_only=True):
     """number: of Metrics. listener, notify: inherited file descriptors. The supervisor fills in these three.
     notify, which does not block, is told lines: + and this process's pid when each model has an engine, . and
     its pid every BEAT_S while the event loop turns. doors: of read_door_states. receive_s: of
-    ConnectionLimits. max_connections: of room_for_connections."""
+    limited_config. max_connections: of room_for_connections."""
 
     models: list[Model]
     number: int = 0

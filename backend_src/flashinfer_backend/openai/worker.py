@@ -23,7 +23,7 @@ import uvloop
 
 from flashinfer_backend.core.output import say
 from flashinfer_backend.openai.app import make_app
-from flashinfer_backend.openai.connection import ConnectionLimits, limited_config
+from flashinfer_backend.openai.connection import limited_config
 from flashinfer_backend.openai.link import EngineLink, LogitsRoom
 from flashinfer_backend.openai.metrics import Metrics
 from flashinfer_backend.openai.model import NO_MODEL, WorkerOptions, room_for_connections
@@ -112,11 +112,11 @@ def _read_models(options: WorkerOptions, metrics: Metrics) -> list[ServedModel]:
 
 def _make_server(options: WorkerOptions, models: list[ServedModel], metrics: Metrics) -> uvicorn.Server:
     app = make_app(models, options.max_body_bytes, options.keys, options.allowed_origins)
-    limits = ConnectionLimits(options.receive_s, room_for_connections(options.max_connections))
     return uvicorn.Server(
         limited_config(
             app,
-            limits,
+            options.receive_s,
+            room_for_connections(options.max_connections),
             metrics.error,
             ws="none",
             lifespan="off",
