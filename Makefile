@@ -175,6 +175,8 @@ $(VENV)/for-serve: $(BIN)/python $(pinned)
 	@$(call install,$(serve_extras))
 	@touch $@
 
+# Compiling all modules takes half a minute. Tests import few of them, which compiles these; uv does the same.
+$(VENV)/for-development: PIP_ARGS += --no-compile
 $(VENV)/for-development: $(BIN)/python $(pinned)
 	@echo "$(call announcement,0.6)"
 	@$(call install,$(development_extras)) $(kernels)
