@@ -29,13 +29,14 @@ def marker(tmp_path, table):
     return DeliveryMarker(tmp_path)
 
 
-def test_a_mark_is_seen_by_the_stub_it_belongs_to(tmp_path, table, marker):
+def test_marks_are_seen_by_the_stub_they_belong_to(tmp_path, table, marker):
     other = DeliveryMarks(tmp_path, PID + 1)
     before = time.monotonic_ns()
     marker.mark(make_handle(PID, 7), 1)
-    assert before <= table.last(make_handle(PID, 7)) <= time.monotonic_ns()
-    assert table.last(make_handle(PID, 8)) == 0
-    assert other.last(make_handle(PID + 1, 7)) == 0
+    marker.mark(make_handle(PID + 1, 8), 1)
+    for stub, of_it, of_the_other in ((table, 7, 8), (other, 8, 7)):
+        assert before <= stub.last(make_handle(PID, of_it)) <= time.monotonic_ns()
+        assert stub.last(make_handle(PID, of_the_other)) == 0
 
 
 def test_slots_are_used_again(table, marker):
@@ -133,15 +134,6 @@ def test_a_probe_that_failed_proves_nothing(table, marker):
     stream.send()
     assert [stream.check() for _ in range(3)] == [[], [], []]
     assert stream.probes == 2
-
-
-def test_a_sequence_that_ended_meanwhile_is_left_alone(table, marker):
-    stream = Stream(table, marker)
-    stream.left = True
-    stream.send()
-    stream.check()
-    assert stream.clients.check({}) == []
-    assert stream.probes == 0
 
 
 @pytest.mark.parametrize("seen", [[], [7], [8]])

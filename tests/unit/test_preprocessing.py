@@ -84,17 +84,6 @@ def test_end_id_and_pad_id_of_the_request(preprocessor):
     assert set(out["INPUT_ID"][0, out["REQUEST_INPUT_LEN"][0, 0] :].tolist()) == {9}
 
 
-def test_rows_are_padded_on_the_right(preprocessor, tokenizer):
-    texts = ["a", "the quick brown fox", "dog"]
-    out = run_one(preprocessor, request(*texts))
-    lengths = out["REQUEST_INPUT_LEN"][:, 0].tolist()
-    assert lengths == [len(ids_of(t, special=True)) for t in texts]
-    assert out["INPUT_ID"].shape == (3, max(lengths))
-    for row, text in enumerate(texts):
-        assert out["INPUT_ID"][row, : lengths[row]].tolist() == ids_of(text, special=True)
-        assert set(out["INPUT_ID"][row, lengths[row] :].tolist()) <= {tokenizer.pad_id}
-
-
 WORD_LISTS = {"STOP_WORDS_DICT": "STOP_WORDS_IDS", "BAD_WORDS_DICT": "BAD_WORDS_IDS"}
 
 

@@ -153,30 +153,6 @@ def test_stop_cancels_the_requests_with_that_id(bench: Bench) -> None:
     assert sender.sent[-1][0]["finish_reason"].item() == b"cancelled"
 
 
-@pytest.mark.parametrize("streaming", [True, False])
-@pytest.mark.parametrize("exclude_word", [True, False])
-def test_stop_words_end_the_sequence_and_cut_the_text(
-    bench: Bench, tokenizer: TextTokenizer, streaming: bool, exclude_word: bool
-) -> None:
-    decoder = DeltaDecoder(tokenizer.backend)
-    text = " there was a little girl. She liked to play"
-    (tokens,) = tokenizer.encode_batch([text], False)
-    wanted = row(streaming, exclude_input=True, stop_words=["girl. S"], exclude_stop_words=exclude_word)
-    sender, request = bench.open(wanted)
-    sequence = request.sequences[0]
-    assert sequence.match_stop_words(decoder).stop_sequences == []
-    feed(sequence, *tokens)
-    assert sender.ended.wait(TIMEOUT_S)
-    assert bench.cancelled == [100]
-    found = ""
-    for tensors, _, _ in sender.sent:
-        context = unpack_chunk(tensors["chunk"][0])
-        piece = decoder.delta(context.context_ids, tensors["output_ids"].flatten().tolist(), context.last)
-        found += piece if context.max_chars < 0 else piece[: context.max_chars]
-    assert found == " there was a little " + ("" if exclude_word else "girl. S")
-    assert sender.sent[-1][0]["finish_reason"].item() == b"stop"
-
-
 def test_a_character_that_the_prompt_begins_is_counted_once(bench: Bench, tokenizer: TextTokenizer) -> None:
     decoder = DeltaDecoder(tokenizer.backend)
     (tokens,) = tokenizer.encode_batch(["A \U0001f327 girl. She"], False)
