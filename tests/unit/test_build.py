@@ -433,6 +433,8 @@ def test_several_models_in_one_repository(tmp_path: Path) -> None:
         (["--model", "a=bundled", "--model", "a_llm=bundled"], "would be called a_llm"),
         (["--model", "a=bundled", "--llm-name", "x"], "NAME_llm"),
         (["--model", "a=bundled", "--set", "b.max_num_seqs=4"], "no model is called b"),
+        (["--model", "a=bundled", "--set", "device=cpu", "a.dtype=float16"], "a: dtype=float16 needs a GPU"),
+        (["--model", "a=bundled", "--set", "a.tensorrt_llm_bls=true"], "a: tensorrt_llm_bls=true needs"),
         (["--model", "a=bundled", "--model", "b=bundled"], "on GPU 0 that of a and b makes 1.8"),
         (
             ["--model=a=bundled", "--model=b=bundled", "--set", "device=cpu", "a.replicas=2"]
