@@ -31,7 +31,7 @@ CASES = [
     (1, 8, 2, 128, 128, TILES[0], True),
     (5, 6, 3, 256, 128, TILES[0], False),
     (40, 4, 2, 128, 256, TILES[0], True),  # several tiles an expert
-    (70, 5, 1, 128, 128, TILES[1], True),
+    (40, 5, 1, 128, 128, TILES[1], True),  # two tiles of a folded expert
 ]
 ODD = (9, 4, 2, 96, 160, TILES[1], True)  # rows and columns that no tile divides, in 16 bits and in MXFP4
 WIDE_TILE = ExpertTile(16, ExpertBlock(256, 64, 2, 4), ExpertBlock(256, 64, 2, 4))

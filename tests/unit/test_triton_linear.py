@@ -48,8 +48,9 @@ def run_case(kind, tokens, tile, rows, inner, split, swap, gated, norm, bias, re
     run(kind, tokens, tiling, rows, INNER, gated, norm, bias, residual)
 
 
-def every_tiling() -> list[tuple[str, str, Tiling]]:
-    """Kind of weight, role and tiling of all that a device's file chooses, without what only a GPU heeds."""
+def every_tiling() -> list[tuple[str, bool, bool, bool, Tiling]]:
+    """Kind of weight, whether it is gated, has a norm and a residual, and tiling of all that a device's file
+    chooses, without what only a GPU heeds."""
     chosen = {}
     for path in sorted(tuned.FOLDER.glob("*.json")):
         numbers = tuned.read(path)
@@ -59,19 +60,23 @@ def every_tiling() -> list[tuple[str, str, Tiling]]:
                 for tiling in (tiling for entry in entries for _, tiling in entry.steps if tiling):
                     quantised = "inside" if tiling.quantise else "before"
                     kind = weights if weights == "dense" else weights + quantised
+                    norm = (
+                        role in ("qkv", "gate_up", "head")
+                        and tiling.fuse_norm
+                        and not kind.endswith("before")
+                    )
                     tiling = replace(tiling, stages=2, warps=4, prefetch=0, early=True)
-                    chosen[kind, role, tiling] = None
+                    chosen[kind, role == "gate_up", norm, role in ("o", "down"), tiling] = None
     return list(chosen)
 
 
-def run_tiling(kind: str, role: str, tiling: Tiling) -> None:
+def run_tiling(kind: str, gated: bool, norm: bool, residual: bool, tiling: Tiling) -> None:
     """Two tiles of rows, two of tokens that the last ones do not fill, and two of `inner` for each part."""
-    gated, tokens = role == "gate_up", 2 * tiling.tokens - tiling.tokens // 3
-    norm = role in ("qkv", "gate_up", "head") and tiling.fuse_norm and not kind.endswith("before")
+    tokens = 2 * tiling.tokens - tiling.tokens // 3
     rows, inner = 2 * tiling.rows // (1 + gated), 2 * tiling.inner * tiling.split
     if kind.startswith("blocks"):
         rows = 256 // (1 + gated)  # two blocks of rows
-    run(kind, tokens, tiling, rows, inner, gated, norm, False, role in ("o", "down"))
+    run(kind, tokens, tiling, rows, inner, gated, norm, False, residual)
 
 
 def run(kind, tokens, tiling, rows, inner, gated, norm, bias, residual) -> None:
