@@ -252,7 +252,8 @@ class InvariantChecker:
             inside = bool(((blocks > 0) & (blocks < total)).all())
             _require(inside, f"request {request.handle} has block 0, or one that does not exist")
             _require(
-                len(np.unique(blocks)) == len(blocks), f"request {request.handle} has a block twice: {blocks}"
+                len(np.unique(blocks)) == len(blocks),
+                f"request {request.handle} has a block twice: {held.blocks[held.behind :]}",
             )
             count[blocks] += 1
         return count
