@@ -80,6 +80,15 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return model, [make_adapter(model, folder / str(i), form, i) for i, form in enumerate(forms)]
 
 
+def with_adapter(model_dir: Path, adapter: Path | None, merge: bool = True) -> Any:
+    """transformers' model with the adapter merged into the weights, or next to them."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, adapter)
+        model = model.merge_and_unload() if merge else model.base_model.model
+    return model
+
+
 def merged(
     model_dir: Path,
     adapter: Path | None,
@@ -87,13 +96,8 @@ def merged(
     answers: list[list[int]],
     merge: bool = True,
 ) -> list[list[int]]:
-    """The answers, exactly if they are the greedy ones of transformers with the adapter merged into the
-    weights, or next to them."""
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-    if adapter is not None:
-        model = PeftModel.from_pretrained(model, adapter)
-        model = model.merge_and_unload() if merge else model.base_model.model
-    return next_ids(model, prompts, answers, ASKED)
+    """The answers, exactly if they are the greedy ones of `with_adapter`."""
+    return next_ids(with_adapter(model_dir, adapter, merge), prompts, answers, ASKED)
 
 
 def asks(adapter: Path | None, **more: Any) -> SamplingParams:

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
+import torch
 from asking import int32, stream, strings
 from running import BothDoors, both_running, build_repository
 
-from engine.test_adapters import make_adapter, merged
+from engine.test_adapters import make_adapter, with_adapter
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import BUNDLED, resolve_model_dir
 from flashinfer_backend.models.adapters import AdapterError
@@ -49,8 +50,12 @@ def texts(adapters: dict[str, Path]) -> dict[str, str]:
     (prompt,) = tokenizer.encode_batch([PROMPT], True)
     found = {}
     for name, folder in {"": None, **adapters}.items():
-        ids = merged(MODEL, folder, [prompt], TOKENS)[0]
-        found[name] = tokenizer.backend.decode(prompt + ids).removeprefix(PROMPT)
+        model = with_adapter(MODEL, folder)
+        model.generation_config.stop_strings = None
+        ids = model.generate(
+            torch.tensor([prompt]), max_new_tokens=TOKENS, do_sample=False, eos_token_id=None
+        )[0]
+        found[name] = tokenizer.backend.decode(ids.tolist()).removeprefix(PROMPT)
     assert len(set(found.values())) == len(found)
     return found
 
