@@ -217,6 +217,23 @@ def test_half_of_what_waits_is_computed_beside_slow_steps(
     assert prompts_of_steps(result, decode_s) == steps
 
 
+@pytest.mark.parametrize(
+    ("count", "per_token", "captured", "together"),
+    [
+        (128, 8, 2048, 1024),
+        (256, 8, 2048, 2048),
+        (256, 8, 1024, 1024),
+        (512, 10, 8192, 3276),
+        (8, 2, 1024, 1024),
+    ],
+)
+def test_more_prompts_share_a_step_where_an_expert_has_few_of_their_tokens(
+    count: int, per_token: int, captured: int, together: int
+):
+    numbers = budget.for_experts(tuned.fallback().scheduling, count, per_token, captured)
+    assert numbers.prompts_together == together
+
+
 def prompt_of(prefix: int, own: int, handle: int) -> Request:
     """A prompt of `prefix` zeros and `own` tokens that no other one has."""
     result = of_length(prefix + own, handle)

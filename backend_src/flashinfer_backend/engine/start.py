@@ -12,6 +12,7 @@ from flashinfer_backend.engine.kv_events import KVEvents
 from flashinfer_backend.engine.logits_room import step_tokens
 from flashinfer_backend.models.spec import ModelSpec
 from flashinfer_backend.ops import device
+from flashinfer_backend.scheduler.budget import for_experts
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
 from flashinfer_backend.scheduler.scheduler import Scheduler
 from flashinfer_backend.speculate.proposer import MakeProposer
@@ -98,7 +99,9 @@ def start(
     reuse = config.enable_kv_cache_reuse
     manager = KVCacheManager(pools, config.tokens_per_block, reuse, snapshots, drafts)
     spec = runner.state.model.spec
-    scheduling = device.active().scheduling
+    scheduling, graphs, experts = device.active().scheduling, runner.mixed_graphs, spec.experts
+    if graphs is not None and experts is not None:
+        scheduling = for_experts(scheduling, experts.count, experts.per_token, graphs.largest)
     logits_tokens = step_tokens(spec.vocab_size)
     scheduler = Scheduler(
         config,

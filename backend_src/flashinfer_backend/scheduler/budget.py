@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
 from flashinfer_backend.core.config import EngineConfig
@@ -12,6 +13,15 @@ from flashinfer_backend.scheduler.request_queue import RequestQueue
 from flashinfer_backend.scheduler.slot_table import SlotTable
 
 GATHERING = 512  # steps from a backlog's beginning in which its requests may still arrive
+EXPERT_TOKENS = 64  # that an expert has on average of a step's prompts from which on the device is busy
+
+
+def for_experts(numbers: Scheduling, count: int, per_token: int, captured: int) -> Scheduling:
+    """The numbers of a mixture of `count` experts, of which a token has `per_token`: more tokens keep the
+    device busy than of a dense model where an expert has few of them. Not more than `captured`, the tokens of
+    the largest captured step with prompts: launched kernel by kernel, these steps wait for the host."""
+    together = min(EXPERT_TOKENS * count // per_token, captured)
+    return msgspec.structs.replace(numbers, prompts_together=max(numbers.prompts_together, together))
 
 
 class StepBudget:
