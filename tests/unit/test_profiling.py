@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much a trace may hold, and how long it may take."""
 
+import gc
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -112,6 +114,18 @@ def test_a_file_that_is_too_large_does_not_stay(tmp_path: Path, monkeypatch: Any
     with pytest.raises(ValueError, match=r"MiB, and may have 0: ask for fewer steps"):
         made.write()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_written_trace_keeps_no_memory(tmp_path: Path) -> None:
+    made = StepTrace(torch.device("cpu"), tmp_path / "a.json")
+    torch.ones(2)
+    kept = weakref.ref(made._profile.profiler)
+    gc.disable()
+    try:
+        made.write()
+    finally:
+        gc.enable()
+    assert kept() is None
 
 
 def test_what_is_no_trace_is_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

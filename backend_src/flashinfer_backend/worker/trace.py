@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+_malloc_trim = ctypes.CDLL(None).malloc_trim
 MOST_BYTES = 512 << 20  # of one file. Some 800 bytes an event; a step has hundreds to thousands
 
 
@@ -38,3 +41,7 @@ class StepTrace:
             unfinished.replace(self.file)
         finally:
             unfinished.unlink(missing_ok=True)
+            # A trace's events refer to each other, and the allocator would keep their memory.
+            del self._profile
+            gc.collect()
+            _malloc_trim(0)
