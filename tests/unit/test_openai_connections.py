@@ -201,6 +201,7 @@ def test_a_request_that_does_not_arrive_is_cut(sent: bytes, status: bytes) -> No
 
 
 NO_HTTP, NO_PATH = "not a request in HTTP/1.1", "the request's path cannot be read"
+TOO_LONG = "the request's headers have more than 65536 bytes"
 
 
 @pytest.mark.parametrize(
@@ -211,13 +212,15 @@ NO_HTTP, NO_PATH = "not a request in HTTP/1.1", "the request's path cannot be re
         (WHOLE[:-4] + b"A" * 9, NO_HTTP),
         (b"CONNECT x:80 HTTP/1.1\r\n\r\n", NO_PATH),
         (b"GET /" + b"x" * 65535 + b" HTTP/1.1\r\n\r\n", NO_PATH),
+        (b"GET / HTTP/1.1\r\nx: " + b"y" * 65535 + b"\r\n\r\n", TOO_LONG),  # all of it is read at once
     ],
-    ids=range(5),
+    ids=range(6),
 )
 def test_what_is_not_http_is_answered_in_the_form_of_errors(sent: bytes, words: str) -> None:
+    status = 431 if words == TOO_LONG else 400
     with running() as server, server.connect(sent) as sock:
         head, _, body = answer(sock).partition(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 400 ") and server.errors == [400]
+        assert head.startswith(b"HTTP/1.1 %d " % status) and server.errors == [status]
         assert words in json.loads(body)["error"]["message"]
 
 

@@ -49,6 +49,7 @@ TOO_MANY = (
     f"the connection has {MOST_PIPELINED} requests without an answer, the most it may have; wait for answers,"
     " or send requests on further connections",
 )
+TOO_LONG = 431, f"the request's headers have more than {MOST_HEADER_BYTES} bytes"
 
 # Of a request's scope: sends parts of a body without the layers in between, which have no part in them.
 BODY_SEND = "flashinfer_backend.body_send"
@@ -149,7 +150,8 @@ class Connection(HttpToolsProtocol):
         self._process = process
         self._deadline: asyncio.TimerHandle | None = None
         self._arriving = self._in_headers = False  # a request
-        self._header_bytes = self._read_bytes = 0
+        self._header_bytes = self._read_bytes = self._named_bytes = 0
+        self._refusal = NO_PATH  # if one of the parser's callbacks raises
         self._held = b""  # of the headers: what may be the beginning of one that is left out, or of their end
         self._unanswered = 0  # requests whose headers are there
         self._whole = 0  # of these, those whose bodies are there as well
@@ -208,7 +210,7 @@ class Connection(HttpToolsProtocol):
             whole = len(headers) if end else _held_from(headers)
             self._held, data = headers[whole:], UPGRADE.sub(b"", headers[:whole]) + end + rest
             if len(self._held) > MOST_HEADER_BYTES:
-                self._refuse(431, f"the request's headers have more than {MOST_HEADER_BYTES} bytes")
+                self._refuse(*TOO_LONG)
                 return
         self._read_bytes = len(data)
         self._unset_keepalive_if_required()
@@ -217,8 +219,7 @@ class Connection(HttpToolsProtocol):
             self.parser.feed_data(data)
         except httptools.HttpParserError as error:
             of_callback = isinstance(error, httptools.HttpParserCallbackError)
-            too_many = of_callback and self._unanswered >= MOST_PIPELINED
-            self._refuse(*(TOO_MANY if too_many else NO_PATH if of_callback else NO_HTTP))
+            self._refuse(*(self._refusal if of_callback else NO_HTTP))
             return
         except httptools.HttpParserUpgrade:
             pass  # of a request that came in one piece with the one before
@@ -252,12 +253,22 @@ class Connection(HttpToolsProtocol):
         self.loop.call_later(again_s, self._look, LOOK_S)
 
     def on_message_begin(self) -> None:
-        """The parser's, as are the next three. Raises OverflowError for one request too many: uvicorn would
+        """The parser's, as are the next four. Raises OverflowError for one request too many: uvicorn would
         keep all that come."""
         if self._unanswered >= MOST_PIPELINED:
+            self._refusal = TOO_MANY
             raise OverflowError
         super().on_message_begin()
+        self._named_bytes = 0
         self._arriving, self._in_headers, self._header_bytes = True, True, -self._read_bytes
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Also of trailers. Raises OverflowError."""
+        self._named_bytes += len(name) + len(value) + len(": \r\n")
+        if self._named_bytes > MOST_HEADER_BYTES:
+            self._refusal = TOO_LONG
+            raise OverflowError
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
