@@ -390,6 +390,10 @@ def test_a_peer_that_is_not_there_is_looked_for_where_variables_say(tmp_path, mo
         assert str(caught.value).startswith(peer.label + where) and str(caught.value).endswith(said)
 
 
+def test_packages_of_this_server_s_openai_api_are_found():
+    servers.check(read_servers()["ours-openai"], 8300)
+
+
 def test_server_commands_are_valid_shell():
     for server in read_servers().values():
         for script in (server.check, server.prepare, server.command):
