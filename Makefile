@@ -80,7 +80,7 @@ torch_index = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 ifneq ($(UV),)
 pip = $(UV) pip install --python $(BIN)/python --only-binary :all: $(if $(TORCH_INDEX),$(torch_index) --index-strategy unsafe-best-match)
 else
-pip = $(BIN)/python -m pip install --progress-bar off --disable-pip-version-check --only-binary :all: $(torch_index) $(PIP_ARGS)
+pip = $(BIN)/python -m pip install --progress-bar off --disable-pip-version-check --only-binary :all: $(torch_index) $(compiling) $(PIP_ARGS)
 progress = $(if $(filter -v%,$(PIP_ARGS)),,| sed -un '/Downloading.*[0-9][0-9.]* [MG]B/p; s/^Installing collected.*/  Installing, another minute or two/p')
 endif
 SHELL := /bin/bash
@@ -175,8 +175,8 @@ $(VENV)/for-serve: $(BIN)/python $(pinned)
 	@$(call install,$(serve_extras))
 	@touch $@
 
-# Compiling all modules takes half a minute. Tests import few of them, which compiles these; uv does the same.
-$(VENV)/for-development: PIP_ARGS += --no-compile
+# Compiling all modules takes half a minute. Tests import few of them, and Python compiles these then; uv compiles none either.
+$(VENV)/for-development: compiling = --no-compile
 $(VENV)/for-development: $(BIN)/python $(pinned)
 	@echo "$(call announcement,0.6)"
 	@$(call install,$(development_extras)) $(kernels)

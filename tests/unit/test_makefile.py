@@ -72,6 +72,18 @@ def test_installing_is_announced_and_shows_progress(uv, program, target):
         assert " -q" not in install and ("| sed -un '/Downloading" in install) == (not uv)
 
 
+@pytest.mark.parametrize("target", ["serve", "test"])
+def test_uv_on_the_path_installs_unless_pip_was_told_something(tmp_path, target):
+    uv = tmp_path / "uv"
+    uv.touch(mode=0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    told_nothing = {"PIP_INDEX_URL": "", "PIP_EXTRA_INDEX_URL": "", "PIP_FIND_LINKS": ""}
+    text = make("-n", "-B", target, PATH=path, PIP_ARGS="", **told_nothing)[1]
+    assert "installing into .venv with uv" in text and f"{uv} pip install --python" in text
+    text = make("-n", "-B", target, PATH=path, PIP_ARGS="", **told_nothing | {"PIP_FIND_LINKS": "/wheels"})[1]
+    assert "installing into .venv with pip" in text and "python -m pip install" in text
+
+
 @pytest.mark.parametrize("uv", ["", "/bin/uv"])
 def test_pytorch_can_come_without_cuda(uv):
     index = "https://download.pytorch.org/whl/cpu"
