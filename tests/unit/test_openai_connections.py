@@ -216,7 +216,7 @@ TOO_LONG = "the request's headers have more than 65536 bytes"
     ],
     ids=range(6),
 )
-def test_what_is_not_http_is_answered_in_the_form_of_errors(sent: bytes, words: str) -> None:
+def test_what_cannot_be_read_is_answered_in_the_form_of_errors(sent: bytes, words: str) -> None:
     status = 431 if words == TOO_LONG else 400
     with running() as server, server.connect(sent) as sock:
         head, _, body = answer(sock).partition(b"\r\n\r\n")

@@ -99,7 +99,8 @@ def start(
     reuse = config.enable_kv_cache_reuse
     manager = KVCacheManager(pools, config.tokens_per_block, reuse, snapshots, drafts)
     spec = runner.state.model.spec
-    scheduling, graphs, experts = device.active().scheduling, runner.mixed_graphs, spec.experts
+    scheduling = device.active().scheduling
+    graphs, experts = runner.mixed_graphs, spec.experts
     if graphs is not None and experts is not None:
         scheduling = for_experts(scheduling, experts.count, experts.per_token, graphs.largest)
     logits_tokens = step_tokens(spec.vocab_size)

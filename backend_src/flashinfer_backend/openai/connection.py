@@ -150,7 +150,9 @@ class Connection(HttpToolsProtocol):
         self._process = process
         self._deadline: asyncio.TimerHandle | None = None
         self._arriving = self._in_headers = False  # a request
-        self._header_bytes = self._read_bytes = self._named_bytes = 0
+        self._read_bytes = 0  # at the last read
+        self._header_bytes = 0  # read since the request began, or the last part of its body
+        self._field_bytes = 0  # of its headers and trailers that are whole, read at once or not
         self._refusal = NO_PATH  # if one of the parser's callbacks raises
         self._held = b""  # of the headers: what may be the beginning of one that is left out, or of their end
         self._unanswered = 0  # requests whose headers are there
@@ -259,13 +261,13 @@ class Connection(HttpToolsProtocol):
             self._refusal = TOO_MANY
             raise OverflowError
         super().on_message_begin()
-        self._named_bytes = 0
+        self._field_bytes = 0
         self._arriving, self._in_headers, self._header_bytes = True, True, -self._read_bytes
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Also of trailers. Raises OverflowError."""
-        self._named_bytes += len(name) + len(value) + len(": \r\n")
-        if self._named_bytes > MOST_HEADER_BYTES:
+        self._field_bytes += len(name) + len(value) + len(": \r\n")
+        if self._field_bytes > MOST_HEADER_BYTES:
             self._refusal = TOO_LONG
             raise OverflowError
         super().on_header(name, value)

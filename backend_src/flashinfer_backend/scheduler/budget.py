@@ -13,13 +13,14 @@ from flashinfer_backend.scheduler.request_queue import RequestQueue
 from flashinfer_backend.scheduler.slot_table import SlotTable
 
 GATHERING = 512  # steps from a backlog's beginning in which its requests may still arrive
-EXPERT_TOKENS = 64  # that an expert has on average of a step's prompts from which on the device is busy
+# Of a mixture's step: with fewer tokens for each expert, the device mainly reads the experts' weights.
+EXPERT_TOKENS = 64
 
 
 def for_experts(numbers: Scheduling, count: int, per_token: int, captured: int) -> Scheduling:
-    """The numbers of a mixture of `count` experts, of which a token has `per_token`: more tokens keep the
-    device busy than of a dense model where an expert has few of them. Not more than `captured`, the tokens of
-    the largest captured step with prompts: launched kernel by kernel, these steps wait for the host."""
+    """The device's numbers for a mixture of `count` experts, of which each token has `per_token`: prompts
+    share a step until an expert has EXPERT_TOKENS of their tokens on average. captured: tokens of the largest
+    captured step with prompts. Larger steps are launched kernel by kernel and would wait for the host."""
     together = min(EXPERT_TOKENS * count // per_token, captured)
     return msgspec.structs.replace(numbers, prompts_together=max(numbers.prompts_together, together))
 
