@@ -3,9 +3,11 @@
 
 from __future__ import annotations  # pytest 8 has no TerminalReporter by that name
 
+import gc
 import os
 import sys
 from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -35,11 +37,34 @@ SHARED_SERVERS = {
 }
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Garbage collection would go through all that torch and transformers make as they are imported, again
+    and again; later ones leave it out."""
+    gc.disable()
+    result = yield
+    gc.freeze()
+    gc.enable()
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, pytest.CollectReport, object]:
+    """The workers begin each folder at different files. In a fresh clone each compiles a part of them, and
+    finds those of the others compiled."""
+    report = yield
+    if isinstance(collector, pytest.Dir) and "PYTEST_XDIST_WORKER" in os.environ:
+        worker = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+        first = len(report.result) * worker // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        report.result = report.result[first:] + report.result[:first]
+    return report
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
-    items.sort(key=turn)
+    items.sort(key=lambda item: (turn(item), item.path))  # the same in each worker
     for item in items:
         if group := worker_group(item):
             item.add_marker(pytest.mark.xdist_group(group))

@@ -7,10 +7,6 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import tokenizers
-import torch
-import transformers
-
 from flashinfer_backend.core.paths import resolve_model_dir
 
 # By the first tool that is offered and the number of results so far.
@@ -116,6 +112,10 @@ def scripted_model(folder: Path, script: Mapping[str, Sequence[str]], template: 
     """Writes the checkpoint and returns its folder. script: by the mark that ends a prompt (its words alone)
     the pieces of the answer, a token each; pieces of all answers differ. Any other token is followed by the
     end."""
+    import tokenizers
+    import torch
+    import transformers
+
     bundled = resolve_model_dir("bundled")
     tokenizer = tokenizers.Tokenizer.from_file(str(bundled / "tokenizer.json"))
     chains = [[f"<|{mark}|>", *pieces] for mark, pieces in script.items()]

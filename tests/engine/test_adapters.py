@@ -17,7 +17,6 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -57,6 +56,8 @@ ADAPTERS = {"max_loras": 2, "max_lora_rank": 16}
 
 def make_adapter(base: Path | nn.Module, folder: Path, form: dict[str, Any], seed: int) -> Path:
     """As PEFT saves it, with random weights. base: the model, or its folder."""
+    from peft import LoraConfig, get_peft_model
+
     torch.manual_seed(seed)
     base = AutoModelForCausalLM.from_pretrained(base) if isinstance(base, Path) else copy.deepcopy(base)
     model = get_peft_model(base, LoraConfig(**form))
@@ -84,6 +85,8 @@ def with_adapter(model_dir: Path, adapter: Path | None, merge: bool = True) -> A
     """transformers' model with the adapter merged into the weights, or next to them."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     if adapter is not None:
+        from peft import PeftModel
+
         model = PeftModel.from_pretrained(model, adapter)
         model = model.merge_and_unload() if merge else model.base_model.model
     return model
@@ -164,6 +167,8 @@ def test_with_other_features(settings: dict[str, Any], made: tuple[Path, list[Pa
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_4_bit_model_with_all_at_once(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random requests with drafts, chunks, preemption and prefix hits, against PEFT in float64."""
+    from peft import PeftModel
+
     checkpoint = make_int4("awq", "llama", tmp_path / "model")
     made = [make_adapter(checkpoint.model, tmp_path / str(i), FORMS[i], i) for i in range(2)]
     chosen = [None, *made]

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from checkpoints import make_checkpoint
@@ -115,6 +114,8 @@ def shortfall(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """By how much each token's logit is below the best one, in float32 with PEFT's adapter; and twice the
     largest error that transformers' logits of its position have in bfloat16."""
+    from peft import PeftModel
+
     logits = []
     for dtype in (torch.float32, torch.bfloat16):
         loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()

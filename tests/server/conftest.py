@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """One tritonserver for all tests that leave it as it was."""
 
+from __future__ import annotations
+
 import contextlib
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import openai
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -28,6 +29,9 @@ from running import (
 
 from flashinfer_backend.openai.arguments import KEYS_VARIABLE
 from scripted_model import AGENTS, scripted_model
+
+if TYPE_CHECKING:
+    import openai
 
 Started = TypeVar("Started")
 SHARED = contextlib.ExitStack()  # ends the servers of the group that runs
@@ -148,6 +152,8 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAiServer]
 @pytest.fixture
 def client(door: OpenAiServer) -> Iterator[openai.OpenAI]:
     """OpenAI's own, which checks every answer against its types."""
+    import openai
+
     options = {"base_url": f"{door.url}/v1", "api_key": "none", "max_retries": 0}
     with openai.OpenAI(**options, _strict_response_validation=True) as made:
         yield made

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Anthropic's Messages API, through Anthropic's own package, with a model that answers by a script."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import anthropic
 import pydantic
 import pytest
 from openai_server import KEY, OpenAiServer
 from running import fetch
+
+if TYPE_CHECKING:
+    import anthropic
 
 ASK: Any = [{"role": "user", "content": "How is the weather in Ulm?"}]
 WEATHER: Any = {
@@ -28,6 +32,8 @@ THINK: Any = {"thinking": {"type": "enabled", "budget_tokens": 20}}
 @pytest.fixture
 def client(scripted: OpenAiServer) -> Iterator[anthropic.Anthropic]:
     """It checks every answer against its types."""
+    import anthropic
+
     options: Any = {"base_url": scripted.url, "api_key": KEY, "max_retries": 0}
     with anthropic.Anthropic(**options, _strict_response_validation=True) as made:
         yield made
@@ -191,6 +197,8 @@ def test_what_the_model_is_shown(scripted: OpenAiServer, client: anthropic.Anthr
 
 
 def test_helpers_of_the_package(scripted: OpenAiServer, client: anthropic.Anthropic) -> None:
+    import anthropic
+
     @anthropic.beta_tool
     def weather(city: str) -> str:
         """Weather of a city."""
@@ -251,6 +259,8 @@ def test_what_claude_code_sends(scripted: OpenAiServer, client: anthropic.Anthro
 
 
 def test_errors_are_those_of_the_package(scripted: OpenAiServer, client: anthropic.Anthropic) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.NotFoundError, match="does not exist") as missing:
         client.messages.create(**{**TURN, "model": "other"})
     assert missing.value.request_id == missing.value.body["request_id"]  # type: ignore[index]

@@ -12,7 +12,7 @@ import small_tokenizers
 from streaming_server import StreamingServer
 
 from answering import answering, response
-from client import bench, find_rate, grpc_wire, measured, ready, report, report_plots, wire
+from client import bench, find_rate, grpc_wire, measured, ready, report, wire
 from client.bench_options import make_parser
 from client.datasets import Part, Prompt, Ramp, arrival_times, load_prompts
 from client.load import Load, run_load
@@ -354,6 +354,8 @@ def test_a_report_of_committed_results_compares_servers_at_the_same_loads(tmp_pa
     assert "<h1>a &lt; b</h1>" in page and "NVIDIA H200" in page and page.count("<svg") == 3
     assert "2 further runs are left out" in page  # of ten; the others are four loads of two servers
     runs = [run for run in measured.read(committed) if run.row == "s"]
+    from client import report_plots
+
     shown = report_plots._spread_out(runs)
     assert [run.rate for run in shown if run.label == "ours"] == [10, 20, 46, 60]
     assert [run.rate for run in shown if run.label == "vllm"] == [10, 20, 46, 60]

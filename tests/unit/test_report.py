@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from client import measured, report, report_plots
+from client import measured, report
 from client.metrics import RequestRecord, goodput, request_columns, summarise
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +35,8 @@ def answer(ttft, index=0, **more):
 
 
 def test_a_curve_joins_runs_of_one_bound(tmp_path):
+    from client import report_plots
+
     points = [(rate, slots) for rate in (2.0, 4.0) for slots in (1, 16)]
     runs = written(tmp_path / "r.json", *((r, s, [answer(r * s / 100)]) for r, s in points))
     found = report_plots.series(runs, ["ours"])
