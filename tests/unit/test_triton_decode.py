@@ -179,8 +179,8 @@ def check_prefixes(heads: int, kv_heads: int, dim: int = 32) -> None:
     from flashinfer_backend.attention import triton_decode, triton_prefix
 
     torch.manual_seed(2)
-    alike, tokens = [17, 2, 3], [336, 576, 144]  # rows of each set, and what they share
-    own = [1, 300, *(1 + 37 * i % 150 for i in range(sum(alike)))]
+    alike, tokens = [10, 2, 3], [336, 576, 144]  # rows of each set, and what they share
+    own = [1, 300, *(1 + 37 * i % 70 for i in range(sum(alike)))]
     sets = np.repeat([-1, 0, 1, 2], [2, *alike])
     lens = np.array([length + (tokens[s] if s >= 0 else 0) for s, length in zip(sets, own, strict=True)])
     mixed = np.random.default_rng(0).permutation(len(lens))
