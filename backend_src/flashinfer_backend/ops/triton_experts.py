@@ -248,27 +248,34 @@ def route(
 
 
 @triton.constexpr_function
-def _asm(nibble: int) -> str:
-    """Two words at a time: the e2m1 in one nibble of each of $1 times $2 in bfloat16."""
-    shift = f"shr.b32 t, $1, {4 * nibble};" if nibble else "mov.b32 t, $1;"
-    sign = "and.b32 s, t, 0x00080008; shl.b32 s, s, 12;"
-    rest = "and.b32 t, t, 0x00070007; shl.b32 t, t, 6; or.b32 t, t, s;"
-    return (
-        f"{{ .reg .b32 t, s, z; {shift} {sign} {rest} mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, t, $2, z; }}"
-    )
+def _asm(column: int) -> str:
+    """Of two words at once: one column of each of $1 (packed as in ops.mxfp4) times $2, in bfloat16."""
+    if column == 3:
+        move = (
+            "shl.b32 t, $1, 1; and.b32 t, t, 0x80008000;"
+            "shr.b32 s, $1, 5; and.b32 s, s, 0x01000100; or.b32 t, t, s;"
+            "shr.b32 s, $1, 4; and.b32 s, s, 0x00C000C0; or.b32 t, t, s;"
+        )
+    else:
+        move = f"shl.b32 t, $1, {3 * column}; and.b32 t, t, 0x81C081C0;"
+    return f"{{ .reg .b32 t, s, z; {move} mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, t, $2, z; }}"
 
 
 @triton.jit
-def _e2m1(words, scale, KIND: tl.constexpr, NIBBLE: tl.constexpr, NATIVE: tl.constexpr):
-    # Of words int16 [ROWS, W] one nibble each, times its scale. Exponent and mantissa are moved to those of a
+def _e2m1(words, scale, KIND: tl.constexpr, COLUMN: tl.constexpr, NATIVE: tl.constexpr):
+    # Of words int16 [ROWS, W] one column each, times its scale. Exponent and mantissa are moved to those of a
     # wider number, which is 2 ** 126 times smaller (a subnormal stays one), so _powers has larger scales.
     if NATIVE:
         number = tl.inline_asm_elementwise(
-            _asm(NIBBLE), "=r,r,r", [words, scale], dtype=tl.bfloat16, is_pure=True, pack=2
+            _asm(COLUMN), "=r,r,r", [words, scale], dtype=tl.bfloat16, is_pure=True, pack=2
         )
     else:
-        code = words.to(tl.int32) >> (4 * NIBBLE)
-        bits = ((code & 8) << 28) | ((code & 7) << 22)
+        word = words.to(tl.int32)
+        if COLUMN == 3:
+            bits = ((word & 0x4000) << 17) | ((word & 0x2000) << 11) | ((word & 0x0C00) << 12)
+        else:
+            word = word << (3 * COLUMN)
+            bits = ((word & 0x8000) << 16) | ((word & 0x01C0) << 16)
         number = (bits.to(tl.float32, bitcast=True) * scale).to(KIND)
     return number
 
