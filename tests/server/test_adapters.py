@@ -61,7 +61,7 @@ def texts(adapters: dict[str, Path]) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def adapted(adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothDoors]:
+def server(adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothDoors]:
     folder = tmp_path_factory.mktemp("server")
     repository = build_repository(
         folder, "max_loras=1", "dtype=float32", f"lora_modules=named={adapters['named']}"
@@ -70,26 +70,26 @@ def adapted(adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
         yield server
 
 
-def ensemble(adapted: BothDoors, **more: Any) -> str:
+def ensemble(server: BothDoors, **more: Any) -> str:
     body = {"text_input": PROMPT, "max_tokens": TOKENS, "end_id": -1, "exclude_input_in_output": True}
-    status, answer = adapted.post(body | more)
+    status, answer = server.post(body | more)
     return str(answer["text_output"] if status == 200 else answer["error"])
 
 
-def infer(adapted: BothDoors, task: int, **tensors: np.ndarray) -> str:
+def infer(server: BothDoors, task: int, **tensors: np.ndarray) -> str:
     """The same by tensors, with a task id."""
     values = {
         **{"text_input": strings(PROMPT), "max_tokens": int32(TOKENS), "end_id": int32(-1)},
         "exclude_input_in_output": np.array([[True]]),
         "lora_task_id": np.array([[task]], np.uint64),
     } | tensors
-    result, error = stream(adapted, "ensemble", [("", values)])[0]
+    result, error = stream(server, "ensemble", [("", values)])[0]
     return str(error or result.as_numpy("text_output").item().decode())
 
 
-def completion(adapted: BothDoors, model: str) -> tuple[int, str]:
+def completion(server: BothDoors, model: str) -> tuple[int, str]:
     body = {"model": model, "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
-    status, text = adapted.openai("/v1/completions", body)
+    status, text = server.openai("/v1/completions", body)
     answer = json.loads(text)
     return status, answer["choices"][0]["text"] if status == 200 else answer["error"]["message"]
 
@@ -110,24 +110,24 @@ def trt_tensors(folder: Path, padding: int = 0) -> tuple[np.ndarray, np.ndarray]
     return weights.astype(np.float16)[None], np.array(entries, np.int32)[None]
 
 
-def test_by_name_through_both_doors(adapted: BothDoors, texts: dict[str, str]) -> None:
+def test_by_name_through_both_doors(server: BothDoors, texts: dict[str, str]) -> None:
     for name in ("named", "", "named"):
         named = {"lora_name": name} if name else {}
-        assert ensemble(adapted, **named) == texts[name]
-        assert completion(adapted, name) == (200, texts[name])
-    models = {each["id"]: each for each in json.loads(adapted.openai("/v1/models")[1])["data"]}
+        assert ensemble(server, **named) == texts[name]
+        assert completion(server, name) == (200, texts[name])
+    models = {each["id"]: each for each in json.loads(server.openai("/v1/models")[1])["data"]}
     assert models["named"]["parent"] == BUNDLED and models["named"]["root"].endswith("named")
-    assert 'lora_name is "other"; the adapters are: named' in ensemble(adapted, lora_name="other")
-    assert completion(adapted, "other")[0] == 404
+    assert 'lora_name is "other"; the adapters are: named' in ensemble(server, lora_name="other")
+    assert completion(server, "other")[0] == 404
 
 
-def test_task_ids(adapted: BothDoors, adapters: dict[str, Path], texts: dict[str, str]) -> None:
+def test_task_ids(server: BothDoors, adapters: dict[str, Path], texts: dict[str, str]) -> None:
     weights, config = trt_tensors(adapters["task"], padding=5)
-    assert "lora_task_id is 7, whose weights this server does not have" in infer(adapted, 7)
+    assert "lora_task_id is 7, whose weights this server does not have" in infer(server, 7)
     sent = {"lora_weights": weights, "lora_config": config}
-    assert infer(adapted, 7, **sent) == texts["task"]
-    assert ensemble(adapted) == texts[""]
-    assert infer(adapted, 7) == texts["task"] == ensemble(adapted, lora_task_id=7)
+    assert infer(server, 7, **sent) == texts["task"]
+    assert ensemble(server) == texts[""]
+    assert infer(server, 7) == texts["task"] == ensemble(server, lora_task_id=7)
     module, layer, rank = (config.copy() for _ in range(3))
     module[0, 0, 0], layer[0, 0, 1], rank[0, 0, 2] = 17, 99, 4000
     for wrong, said in (
@@ -138,18 +138,18 @@ def test_task_ids(adapted: BothDoors, adapters: dict[str, Path], texts: dict[str
         ({**sent, "lora_weights": weights[:, 1:]}, "should be [1, modules, n] and [1, modules, 3]"),
         ({**sent, "lora_config": np.pad(config, [(0, 0), (0, 0), (0, 1)])}, "unexpected shape for input"),
     ):
-        assert said in infer(adapted, 8, **wrong)
+        assert said in infer(server, 8, **wrong)
 
 
-def test_loaded_and_unloaded(adapted: BothDoors, adapters: dict[str, Path], texts: dict[str, str]) -> None:
-    assert completion(adapted, "mine")[0] == 404
+def test_loaded_and_unloaded(server: BothDoors, adapters: dict[str, Path], texts: dict[str, str]) -> None:
+    assert completion(server, "mine")[0] == 404
     (adapters["named"].parent / "loop").symlink_to("loop")
     asked = {"lora_name": "mine", "lora_path": str(adapters["loaded"])}
-    status, said = adapted.openai("/v1/load_lora_adapter", asked)
+    status, said = server.openai("/v1/load_lora_adapter", asked)
     assert status == 200 and "added successfully" in str(said)
-    assert completion(adapted, "mine") == (200, texts["loaded"])
-    assert ensemble(adapted, lora_name="mine") == texts["loaded"]
-    status, metrics = adapted.openai("/metrics")
+    assert completion(server, "mine") == (200, texts["loaded"])
+    assert ensemble(server, lora_name="mine") == texts["loaded"]
+    status, metrics = server.openai("/metrics")
     assert 'vllm:lora_requests_info{max_lora="1"' in str(metrics)
     for path, change, code in (
         ("/v1/load_lora_adapter", {}, 400),  # the name is taken
@@ -162,10 +162,10 @@ def test_loaded_and_unloaded(adapted: BothDoors, adapters: dict[str, Path], text
         ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "loop"}, 400),
         ("/v1/load_lora_adapter", {"lora_name": BUNDLED}, 400),
     ):
-        assert adapted.openai(path, asked | change)[0] == code, (path, change)
-    assert adapted.openai("/v1/unload_lora_adapter", {"lora_name": "mine"})[0] == 200
-    assert completion(adapted, "mine")[0] == 404
-    assert adapted.openai("/v1/unload_lora_adapter", {"lora_name": "named"})[0] == 404
+        assert server.openai(path, asked | change)[0] == code, (path, change)
+    assert server.openai("/v1/unload_lora_adapter", {"lora_name": "mine"})[0] == 200
+    assert completion(server, "mine")[0] == 404
+    assert server.openai("/v1/unload_lora_adapter", {"lora_name": "named"})[0] == 404
 
 
 def test_processes_that_store_task_ids_at_once(adapters: dict[str, Path], tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ READ: dict[str, tuple[str, str, list[tuple[str, str]], str]] = {
 
 
 @pytest.fixture(scope="module")
-def harmony(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothDoors]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothDoors]:
     """Texts of the ensemble hold special tokens, which a client of Harmony reads itself. It has no outputs of
     log probs, logits and perf metrics."""
     folder = tmp_path_factory.mktemp("harmony")
@@ -36,8 +36,8 @@ def harmony(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothDoors]:
 
 
 @pytest.fixture(scope="module")
-def client(harmony: BothDoors) -> Iterator[openai.OpenAI]:
-    url = f"http://127.0.0.1:{harmony.openai_port}/v1"
+def client(server: BothDoors) -> Iterator[openai.OpenAI]:
+    url = f"http://127.0.0.1:{server.openai_port}/v1"
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0, _strict_response_validation=True) as made:
         yield made
 
@@ -59,43 +59,43 @@ def test_chats(client: openai.OpenAI, name: str, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("name", CHATS)
-def test_the_ensemble_gives_the_same_as_text(harmony: BothDoors, name: str) -> None:
+def test_the_ensemble_gives_the_same_as_text(server: BothDoors, name: str) -> None:
     chat = CHATS[name]
     asked = {"text_input": chat.prompt, "max_tokens": 80, "exclude_input_in_output": True}
-    status, answer = harmony.post(asked, "gpt-oss")
+    status, answer = server.post(asked, "gpt-oss")
     expected = chat.answer
     for end in ENDS:
         expected = expected.removesuffix(end)
     assert (status, answer["text_output"]) == (200, expected)
-    parts = harmony.post({**asked, "stream": True}, "gpt-oss", stream=True)
+    parts = server.post({**asked, "stream": True}, "gpt-oss", stream=True)
     assert "".join(part["text_output"] for part in parts) == expected and len(parts) > 1
 
 
-def test_special_tokens_in_texts_are_found_by_stop_words(harmony: BothDoors) -> None:
+def test_special_tokens_in_texts_are_found_by_stop_words(server: BothDoors) -> None:
     chat = CHATS["high"]
     for word in ("<|end|>", "sum.<|end|><|start|>assi"):
         asked = {"text_input": chat.prompt, "max_tokens": 80, "exclude_input_in_output": True}
         asked |= {"stop_words": [word], "exclude_stop_words_in_output": True}
         expected = chat.answer.partition(word)[0]
-        assert harmony.post(asked, "gpt-oss")[1]["text_output"] == expected
-        parts = harmony.post({**asked, "stream": True}, "gpt-oss", stream=True)
+        assert server.post(asked, "gpt-oss")[1]["text_output"] == expected
+        parts = server.post({**asked, "stream": True}, "gpt-oss", stream=True)
         assert "".join(part["text_output"] for part in parts) == expected
 
 
 def test_what_the_ensemble_has_no_output_for_is_refused_and_llm_has_it(
-    harmony: BothDoors,
+    server: BothDoors,
 ) -> None:
     asked: dict[str, Any] = {"text_input": "Once", "max_tokens": 2}
     for name in ("log_probs", "context_logits", "generation_logits", "perf_metrics"):
-        status, answer = harmony.post({**asked, f"return_{name}": True}, "gpt-oss")
+        status, answer = server.post({**asked, f"return_{name}": True}, "gpt-oss")
         assert status == 400 and f"return_{name} is true, but this ensemble has no output" in answer["error"]
         assert "build the model repository with ensemble_report_outputs true" in answer["error"]
-        assert "text_output" in harmony.post({**asked, f"return_{name}": False}, "gpt-oss")[1]
+        assert "text_output" in server.post({**asked, f"return_{name}": False}, "gpt-oss")[1]
     counted = {"return_num_output_tokens": True, "num_return_sequences": 2, "stream": True}
     names = {"text_output", "finish_reason", "num_output_tokens", "sequence_index"}
-    assert {*harmony.post({**asked, **counted}, "gpt-oss", stream=True)[-1]} >= names
+    assert {*server.post({**asked, **counted}, "gpt-oss", stream=True)[-1]} >= names
     ids = {"input_ids": [5, 6], "input_lengths": 2, "request_output_len": 2, "return_log_probs": True}
-    assert len(harmony.post(ids, "gpt-oss_llm")[1]["output_log_probs"]) == 2
+    assert len(server.post(ids, "gpt-oss_llm")[1]["output_log_probs"]) == 2
 
 
 def test_responses_have_items_for_reasoning_and_calls(client: openai.OpenAI) -> None:
@@ -113,13 +113,13 @@ def test_responses_have_items_for_reasoning_and_calls(client: openai.OpenAI) -> 
         assert client.responses.create(input=SUM, **more).output_text == READ[effort][1]
 
 
-def test_messages_have_blocks_for_reasoning_and_calls(harmony: BothDoors) -> None:
+def test_messages_have_blocks_for_reasoning_and_calls(server: BothDoors) -> None:
     tools = [
         {"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]}
         for tool in CHATS["call"].tools
     ]
     asked: dict[str, Any] = {"model": "gpt-oss", "tools": tools, "max_tokens": 80, "temperature": 0.0}
-    status, text = harmony.openai("/v1/messages", asked | {"messages": RAIN})
+    status, text = server.openai("/v1/messages", asked | {"messages": RAIN})
     answer = json.loads(text)
     assert (status, answer["stop_reason"]) == (200, "tool_use"), answer
     thinking, call = answer["content"]
@@ -130,7 +130,7 @@ def test_messages_have_blocks_for_reasoning_and_calls(harmony: BothDoors) -> Non
         {"role": "assistant", "content": answer["content"]},
         {"role": "user", "content": [result]},
     ]
-    _, text = harmony.openai("/v1/messages", asked | {"messages": turns})
+    _, text = server.openai("/v1/messages", asked | {"messages": turns})
     assert json.loads(text)["content"][-1]["text"] == READ["result"][1]
 
 

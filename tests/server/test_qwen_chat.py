@@ -18,67 +18,67 @@ FIRST = "I need the weather.", "I look.", [CALL], "tool_calls"
 
 
 @pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAiServer]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAiServer]:
     folder = tmp_path_factory.mktemp("qwen")
     model = scripted_model(folder / "qwen", QWEN, QWEN_TEMPLATE)
     with openai_running(model, folder) as started:
         yield started
 
 
-def answer(qwen: OpenAiServer, messages: list[Any], stream: bool = False, **more: Any) -> Any:
+def answer(server: OpenAiServer, messages: list[Any], stream: bool = False, **more: Any) -> Any:
     """Reasoning, content, calls, and why the answer ended."""
     body = {"messages": messages, "temperature": 0, "stream": stream, **more}
-    status, _, found = qwen.call("/v1/chat/completions", body)
+    status, _, found = server.call("/v1/chat/completions", body)
     assert status == 200, found
     reasoning, content, calls, finish = said(events(found) if stream else [found])
     return reasoning, content, [(name, json.loads(arguments)) for name, arguments in calls], finish
 
 
-def shown(qwen: OpenAiServer, messages: list[Any], **more: Any) -> str:
+def shown(server: OpenAiServer, messages: list[Any], **more: Any) -> str:
     """The prompt's text."""
-    tokens = qwen.call("/tokenize", {"messages": messages, **more})[2]["tokens"]
-    return str(qwen.call("/detokenize", {"tokens": tokens})[2]["prompt"])
+    tokens = server.call("/tokenize", {"messages": messages, **more})[2]["tokens"]
+    return str(server.call("/detokenize", {"tokens": tokens})[2]["prompt"])
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_call_and_its_result(qwen: OpenAiServer, stream: bool) -> None:
-    assert answer(qwen, ASK, stream, tools=TOOLS) == FIRST
+def test_a_call_and_its_result(server: OpenAiServer, stream: bool) -> None:
+    assert answer(server, ASK, stream, tools=TOOLS) == FIRST
     function = {"name": CALL[0], "arguments": json.dumps(CALL[1])}
     call = {"id": "1", "type": "function", "function": function}
     message = {"role": "assistant", "reasoning_content": FIRST[0], "content": FIRST[1], "tool_calls": [call]}
     turns = [*ASK, message, {"role": "tool", "tool_call_id": "1", "content": "rain"}]
-    assert answer(qwen, turns, stream, tools=TOOLS) == ("That was simple.", "It rains in Ulm.", [], "stop")
+    assert answer(server, turns, stream, tools=TOOLS) == ("That was simple.", "It rains in Ulm.", [], "stop")
     text = (
         "[assistant]\n<think>\nI need the weather.\n</think>\n\nI look.\n\n<tool_call>\n<function=weather>\n"
         "<parameter=city>\nUlm\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
         "[end]\n[user]\n<tool_response>\nrain\n</tool_response>[end]\n[assistant]\n<think>\n"
     )
-    assert text in shown(qwen, turns, tools=TOOLS)
+    assert text in shown(server, turns, tools=TOOLS)
     later = [*turns, {"role": "assistant", "content": "Rain."}, {"role": "user", "content": "And then?"}]
-    dropped = shown(qwen, later, tools=TOOLS, chat_template_kwargs={"preserve_thinking": False})
-    assert "I need" not in dropped and "I need" in shown(qwen, later, tools=TOOLS)
+    dropped = shown(server, later, tools=TOOLS, chat_template_kwargs={"preserve_thinking": False})
+    assert "I need" not in dropped and "I need" in shown(server, later, tools=TOOLS)
 
 
-def test_without_reasoning(qwen: OpenAiServer) -> None:
+def test_without_reasoning(server: OpenAiServer) -> None:
     expected = "", "It is four.", [], "stop"
     for stream in (False, True):
-        assert answer(qwen, ASK, stream, reasoning_effort="none") == expected
+        assert answer(server, ASK, stream, reasoning_effort="none") == expected
         quick = {"chat_template_kwargs": {"enable_thinking": False}}
-        assert answer(qwen, ASK, stream, **quick) == expected
+        assert answer(server, ASK, stream, **quick) == expected
     asked = {"input": "Two and two?", "reasoning": {"effort": "none"}, "temperature": 0}
-    (item,) = qwen.call("/v1/responses", asked)[2]["output"]
+    (item,) = server.call("/v1/responses", asked)[2]["output"]
     assert item["content"][0]["text"] == expected[1]
     body = {"messages": ASK[1:], "max_tokens": 50, "model": "qwen"}
-    (block,) = qwen.call("/v1/messages", body | {"thinking": {"type": "disabled"}})[2]["content"]
+    (block,) = server.call("/v1/messages", body | {"thinking": {"type": "disabled"}})[2]["content"]
     assert (block["type"], block["text"]) == ("text", expected[1])
 
 
-def test_an_effort_that_agents_send(qwen: OpenAiServer) -> None:
+def test_an_effort_that_agents_send(server: OpenAiServer) -> None:
     """The template refuses `high`."""
-    assert answer(qwen, ASK, tools=TOOLS, reasoning_effort="high") == FIRST
+    assert answer(server, ASK, tools=TOOLS, reasoning_effort="high") == FIRST
     body = {"messages": ASK[1:], "max_tokens": 50, "model": "qwen", "output_config": {"effort": "high"}}
-    thinking, *_ = qwen.call("/v1/messages", body)[2]["content"]
+    thinking, *_ = server.call("/v1/messages", body)[2]["content"]
     assert thinking["thinking"] == FIRST[0]
     asked = {"messages": ASK, "reasoning_effort": "extreme"}
-    status, message, *_ = qwen.error("/v1/chat/completions", asked)
+    status, message, *_ = server.error("/v1/chat/completions", asked)
     assert status == 400 and "no effort extreme" in message

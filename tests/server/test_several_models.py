@@ -24,7 +24,7 @@ NAMES = ["chat", "tale", "code", "search"]  # as /v1/models lists them: tale is 
 
 
 @pytest.fixture(scope="module")
-def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothDoors]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothDoors]:
     folder, bundled = tmp_path_factory.mktemp("several"), resolve_model_dir("bundled")
     code = make_checkpoint("qwen3", folder / "code", vocab_size=2048)
     for file in ("tokenizer.json", "tokenizer_config.json"):
@@ -44,41 +44,41 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothDoors]:
         yield started
 
 
-def asked(several: BothDoors, path: str, body: dict[str, Any], status: int = 200) -> Any:
-    found, text = several.openai(path, body)
+def asked(server: BothDoors, path: str, body: dict[str, Any], status: int = 200) -> Any:
+    found, text = server.openai(path, body)
     assert found == status, text
     return json.loads(text)
 
 
-def completion(several: BothDoors, model: str) -> str:
-    answer = asked(several, "/v1/completions", {"model": model, "prompt": PROMPT, **ASKED})
+def completion(server: BothDoors, model: str) -> str:
+    answer = asked(server, "/v1/completions", {"model": model, "prompt": PROMPT, **ASKED})
     assert answer["model"] == model
     return str(answer["choices"][0]["text"])
 
 
-def chats(several: BothDoors, model: str) -> set[str]:
+def chats(server: BothDoors, model: str) -> set[str]:
     """What a model says to the same chat on each path for chats."""
-    chat = asked(several, "/v1/chat/completions", {"model": model, **CHAT})
-    message = asked(several, "/v1/messages", {"model": model, **CHAT})
+    chat = asked(server, "/v1/chat/completions", {"model": model, **CHAT})
+    message = asked(server, "/v1/messages", {"model": model, **CHAT})
     body = {"model": model, "input": PROMPT, "temperature": 0, "max_output_tokens": 8}
-    response = asked(several, "/v1/responses", body)
+    response = asked(server, "/v1/responses", body)
     assert chat["model"] == message["model"] == response["model"] == model
     texts = chat["choices"][0]["message"], message["content"][0], response["output"][0]["content"][0]
     return {texts[0]["content"], texts[1]["text"], texts[2]["text"]}
 
 
-def test_each_model_answers_by_its_name_through_both_doors(several: BothDoors) -> None:
-    _, listed = several.openai("/v1/models")
+def test_each_model_answers_by_its_name_through_both_doors(server: BothDoors) -> None:
+    _, listed = server.openai("/v1/models")
     entries = {entry["id"]: entry for entry in json.loads(listed)["data"]}
     assert list(entries) == NAMES
     assert entries["tale"]["parent"] == "chat" and entries["search"]["task"] == "embed"
-    texts = {name: completion(several, name) for name in ("chat", "tale", "code")}
+    texts = {name: completion(server, name) for name in ("chat", "tale", "code")}
     assert len(set(texts.values())) == 3
     body = {"text_input": PROMPT, "max_tokens": 8, "exclude_input_in_output": True}
     for name in ("chat", "code"):
-        assert several.post(body, name)[1]["text_output"] == texts[name]
-        assert json.loads(several.openai(f"/v1/models/{name}")[1]) == entries[name]
-    said = {name: chats(several, name) for name in ("chat", "tale", "code")}
+        assert server.post(body, name)[1]["text_output"] == texts[name]
+        assert json.loads(server.openai(f"/v1/models/{name}")[1]) == entries[name]
+    said = {name: chats(server, name) for name in ("chat", "tale", "code")}
     assert all(len(each) == 1 for each in said.values()) and len(set.union(*said.values())) == 3
 
 
@@ -92,37 +92,37 @@ def test_each_model_answers_by_its_name_through_both_doors(several: BothDoors) -
     ],
 )
 def test_an_unknown_model_is_refused_with_the_names_of_all(
-    several: BothDoors, path: str, body: dict[str, Any]
+    server: BothDoors, path: str, body: dict[str, Any]
 ) -> None:
-    error = asked(several, path, {"model": "other", **body}, 404)["error"]
+    error = asked(server, path, {"model": "other", **body}, 404)["error"]
     assert error["message"] == f"The model `other` does not exist; this server has {', '.join(NAMES)}"
     assert (error["param"], error["code"]) == ("model", "model_not_found")
-    error = asked(several, path, body, 400)["error"]
+    error = asked(server, path, body, 400)["error"]
     assert error["message"] == f"model is missing; this server has {', '.join(NAMES)}"
 
 
-def test_an_unknown_model_is_listed_nowhere(several: BothDoors) -> None:
-    assert several.openai("/v1/models/other")[0] == 404
+def test_an_unknown_model_is_listed_nowhere(server: BothDoors) -> None:
+    assert server.openai("/v1/models/other")[0] == 404
 
 
-def test_adapters_are_loaded_for_the_model_that_takes_some(several: BothDoors) -> None:
+def test_adapters_are_loaded_for_the_model_that_takes_some(server: BothDoors) -> None:
     load = {"lora_name": "late", "lora_path": "late"}
-    refused = asked(several, "/v1/load_lora_adapter", {**load, "model": "code"}, 400)
+    refused = asked(server, "/v1/load_lora_adapter", {**load, "model": "code"}, 400)
     assert "code was built without max_loras" in refused["error"]["message"]
-    refused = asked(several, "/v1/load_lora_adapter", {**load, "lora_name": "code"}, 400)
+    refused = asked(server, "/v1/load_lora_adapter", {**load, "lora_name": "code"}, 400)
     assert "`code` is the model code" in refused["error"]["message"]
-    assert several.openai("/v1/load_lora_adapter", load)[0] == 200
-    refused = asked(several, "/v1/load_lora_adapter", load, 400)  # a second time
+    assert server.openai("/v1/load_lora_adapter", load)[0] == 200
+    refused = asked(server, "/v1/load_lora_adapter", load, 400)  # a second time
     assert refused["error"]["param"] == "lora_name"
-    assert completion(several, "late") not in (completion(several, "chat"), completion(several, "tale"))
-    assert several.openai("/v1/unload_lora_adapter", {"lora_name": "late"})[0] == 200
-    asked(several, "/v1/completions", {"model": "late", "prompt": PROMPT}, 404)
+    assert completion(server, "late") not in (completion(server, "chat"), completion(server, "tale"))
+    assert server.openai("/v1/unload_lora_adapter", {"lora_name": "late"})[0] == 200
+    asked(server, "/v1/completions", {"model": "late", "prompt": PROMPT}, 404)
 
 
-def test_metrics_have_a_series_of_each_model_and_sums_for_routers(several: BothDoors) -> None:
+def test_metrics_have_a_series_of_each_model_and_sums_for_routers(server: BothDoors) -> None:
     for name in ("chat", "code"):
-        completion(several, name)
-    text = several.openai("/metrics")[1]
+        completion(server, name)
+    text = server.openai("/metrics")[1]
     lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
     series = {key: float(value) for key, _, value in lines}
     for name in ("chat", "code", "search"):
@@ -136,27 +136,27 @@ def test_metrics_have_a_series_of_each_model_and_sums_for_routers(several: BothD
     assert len([key for key in series if key.startswith("vllm:lora_requests_info")]) == 1
 
 
-def test_serve_the_probe_and_the_clients_name_all_models(several: BothDoors) -> None:
-    ready = several.log.partition("\nReady. Try:\n")[2]
+def test_serve_the_probe_and_the_clients_name_all_models(server: BothDoors) -> None:
+    ready = server.log.partition("\nReady. Try:\n")[2]
     for name in ("chat", "code", "search"):
-        assert f"{several.url}/v2/models/{name}/generate_stream" in ready
-    assert f":{several.openai_port}/v1, models chat, code, search" in several.log
-    assert first_ensemble(several.url) == "chat"
-    assert problem(several.url, None, 60) == ""
-    assert "nothing does not generate" in problem(several.url, "nothing", 60)
+        assert f"{server.url}/v2/models/{name}/generate_stream" in ready
+    assert f":{server.openai_port}/v1, models chat, code, search" in server.log
+    assert first_ensemble(server.url) == "chat"
+    assert problem(server.url, None, 60) == ""
+    assert "nothing does not generate" in problem(server.url, "nothing", 60)
 
 
-def test_a_model_goes_on_while_the_engine_of_another_is_started_again(several: BothDoors) -> None:
-    (record,) = several.runs.glob("flashinfer-backend-*/*-code_llm/engine.json")
+def test_a_model_goes_on_while_the_engine_of_another_is_started_again(server: BothDoors) -> None:
+    (record,) = server.runs.glob("flashinfer-backend-*/*-code_llm/engine.json")
     pid = json.loads(record.read_text())["pid"]
-    tritonserver = several.matching("tritonserver")[0].pid
+    tritonserver = server.matching("tritonserver")[0].pid
     psutil.Process(pid).kill()
-    wait_for(lambda: several.openai("/health")[0] == 503, "the end of the engine to be noticed")
-    completion(several, "chat")
-    status, answer = several.openai("/v1/completions", {"model": "code", "prompt": PROMPT})
+    wait_for(lambda: server.openai("/health")[0] == 503, "the end of the engine to be noticed")
+    completion(server, "chat")
+    status, answer = server.openai("/v1/completions", {"model": "code", "prompt": PROMPT})
     if status != 200:  # unless it was faster
         assert (status, json.loads(answer)["error"]["code"]) == (503, "engine_unavailable")
-    assert problem(several.url, None, 60) == "", "nothing has to be killed"
-    wait_for(lambda: several.openai("/health")[0] == 200, "the next engine")
-    completion(several, "code")
-    assert several.matching("tritonserver")[0].pid == tritonserver
+    assert problem(server.url, None, 60) == "", "nothing has to be killed"
+    wait_for(lambda: server.openai("/health")[0] == 200, "the next engine")
+    completion(server, "code")
+    assert server.matching("tritonserver")[0].pid == tritonserver
