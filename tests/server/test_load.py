@@ -47,7 +47,7 @@ def test_256_streams_are_complete_and_in_order(server: Server) -> None:
 
 def test_a_stream_does_not_run_ahead_of_postprocessing(server: Server, watch: EngineWatch) -> None:
     """Tokens that are made while postprocessing stands still are one chunk behind those on their way."""
-    tokens, still_s, most_s = 300, 0.3, 0.5  # tritonserver ends a stub that stands still for 0.75 s
+    tokens, still_s, most_s = 300, 0.3, 0.5  # a stub that stands still for 0.75 s ends
     expected = server.text(PROMPTS[0], tokens, end_id=1048576)
     body = {
         **{"text_input": PROMPTS[0], "max_tokens": tokens, "stream": True, "end_id": 1048576},

@@ -5,8 +5,8 @@ plain torch. https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v
 Packed here: a matrix [N, K] is uint8 [N, K / 2], of each group of 32 columns 8 words of 16 bits. Word j holds
 the columns j, j + 8, j + 16 and j + 24. So a kernel gets neighbouring columns from neighbouring words. The
 bits of the first column lie where bfloat16 has its sign and the lowest bits of its exponent; those of the
-second and third get there by one shift left, and those of the fourth by three shifts. So a kernel needs four
-instructions for the first three columns and the mask, where bits beside each other would need sixteen.
+second and third get there by one shift left, and those of the fourth by three shifts. A kernel unpacks the
+first three columns with five instructions. It would need 17 if each code's four bits lay side by side.
 
     bit      15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
     column    0  3  3  1  3  3  2  0  0  0  1  1  1  2  2  2    of the four of a word
