@@ -166,7 +166,7 @@ def test_folded_experts(format):
 
 TABLE = tuned.fallback().experts
 TILES = [(scales, tile) for scales in TABLE for _, tile in tuned.steps(TABLE, scales)]
-OF_SCALES = {"none": "dense", "rows": "fp8_token", "blocks": "fp8_block", "4 bits": "mxfp4"}
+OF_SCALES = {"none": "dense", "rows": "fp8_token", "blocks": "fp8_block", "int4": "int4_awq_128"}
 
 
 @pytest.mark.parametrize(("scales", "tile"), TILES, ids=lambda each: getattr(each, "tokens", each))
@@ -174,7 +174,7 @@ def test_every_tile_gives_the_same(scales, tile):
     """With tokens that all want the same experts, so that tiles are full and others have none."""
     from flashinfer_backend.ops import cuda_experts
 
-    format = OF_SCALES[scales]
+    format = OF_SCALES.get(scales, scales)
     experts, per_token, hidden, inner = 16, 4, 512, 256
     gate_up = make_weight("gate_up", experts, 2 * inner, hidden, format)
     down = make_weight("down", experts, hidden, inner, format)

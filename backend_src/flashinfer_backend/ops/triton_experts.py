@@ -283,7 +283,9 @@ def _e2m1(words, scale, KIND: tl.constexpr, COLUMN: tl.constexpr, NATIVE: tl.con
 @triton.jit
 def _powers(scales, offsets, mask, GROUPS: tl.constexpr, ROWS: tl.constexpr, NATIVE: tl.constexpr):
     # Powers of two by their exponents in e8m0, times 2 ** 126: [ROWS, 8 GROUPS]; 8 neighbours have one.
-    exponent = tl.load(scales + offsets, mask=mask, other=0).to(tl.int32) + 126
+    # Behind a row's scales lie zeros (ops.weight.Mxfp4), so only rows are masked: with a mask by columns,
+    # Triton would load single bytes, and none ahead.
+    exponent = tl.load(scales + offsets, mask=mask[:, None], other=0).to(tl.int32) + 126
     if NATIVE:
         power = (exponent << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
@@ -352,14 +354,13 @@ def _product(
         for i in tl.range(0, LAST + 1, num_stages=STAGES):
             left = K // 4 - i * (INNER // 4)
             real = (h < left)[None, :]
-            real_groups = inside[:, None] & (g < left // 8)[None, :]
             words = tl.load(words_of + i * (INNER // 4), mask=inside[:, None] & real, other=0)
-            power = _powers(groups_of, i * (INNER // 32), real_groups, INNER // 32, ROWS, NATIVE)
+            power = _powers(groups_of, i * (INNER // 32), inside, INNER // 32, ROWS, NATIVE)
             if GATED:
                 beyond = N * (K // 4) + i * (INNER // 4)
                 up_words = tl.load(words_of + beyond, mask=inside[:, None] & real, other=0)
                 beyond = N * APART + i * (INNER // 32)
-                up_power = _powers(groups_of, beyond, real_groups, INNER // 32, ROWS, NATIVE)
+                up_power = _powers(groups_of, beyond, inside, INNER // 32, ROWS, NATIVE)
             for q in tl.static_range(4):
                 x_block = tl.load(quarter + i * INNER + 8 * q, mask=there[:, None] & real, other=0.0).T
                 acc = tl.dot(_e2m1(words, power, KIND, q, NATIVE), x_block, acc)
@@ -468,18 +469,19 @@ def product(
         x, x_scales, data, scales, weight.zero, weight.bias, None if gated else tiles.weights, tiles.experts,
         tiles.filled, tiles.order, out, most, len(x),
         N=rows, K=inner, PAIRS_A_ROW=pairs_a_row, GATED=gated, ALPHA=alpha, LIMIT=limit,
-        SCALES=weight.format.name.partition("_")[0] if kind == "4 bits" else kind,
-        APART=scales.stride(0) if scales is not None else 0, GROUP=group, TOKENS=tile.tokens, ROWS=block_rows,
-        INNER=block_inner, NEIGHBOURS=NEIGHBOURS, STAGES=block.stages, NATIVE=NATIVE, num_warps=block.warps,
-        launch_pdl=NATIVE,
+        SCALES=kind, APART=scales.stride(0) if scales is not None else 0, GROUP=group, TOKENS=tile.tokens,
+        ROWS=block_rows, INNER=block_inner, NEIGHBOURS=NEIGHBOURS, STAGES=block.stages, NATIVE=NATIVE,
+        num_warps=block.warps, launch_pdl=NATIVE,
     )  # fmt: skip
     return out
 
 
 def scales_of(weight: Weight) -> Scales:
     """The kind of scales that a weight of 16 bits, in e4m3 or of 4 bits has."""
-    if isinstance(weight.format, Mxfp4 | Int4):
-        return "4 bits"
+    if isinstance(weight.format, Mxfp4):
+        return "mxfp4"
+    if isinstance(weight.format, Int4):
+        return "int4"
     scales = getattr(weight, "scale", None)
     return "none" if scales is None else "rows" if scales.dim() == 1 else "blocks"
 
@@ -489,7 +491,7 @@ def block_shape(block: ExpertBlock, inner: int, scales: Scales) -> tuple[int, in
     columns where those do not divide `inner`; with scales of blocks columns of one, and rows of no more than
     one, also where the other product, by whose scales the tile was chosen, has none. The
     last columns of MXFP4 can be fewer; those of int4 are a block of ops.int4."""
-    if scales == "4 bits":
+    if scales in ("mxfp4", "int4"):
         return block.rows, max(64, block.inner)
     if scales == "blocks":
         return min(block.rows, BLOCK), BLOCK

@@ -270,7 +270,7 @@ BLOCKS_IN_FP8 = {16: FEW_IN_FP8, 32: FEW_IN_FP8, 64: MORE_IN_FP8, 128: MANY_IN_F
 
 def of_experts(format: str, count: int, per_token: int, sizes: tuple[int, ...]) -> Case:
     """A layer's experts: first each size's gate and up, then down for the fastest of these."""
-    kinds: dict[str, Scales] = {"dense": "none", "mxfp4": "4 bits", "int4": "4 bits", "fp8_block": "blocks"}
+    kinds: dict[str, Scales] = {"dense": "none", "mxfp4": "mxfp4", "int4": "int4", "fp8_block": "blocks"}
     scales: Scales = next((kind for begin, kind in kinds.items() if format.startswith(begin)), "rows")
 
     def candidates(tokens: int) -> list[ExpertTile]:

@@ -35,8 +35,8 @@ LAYER_ROLES: tuple[Role, ...] = ("qkv", "o", "gate_up", "down")  # whose weights
 ROLES: tuple[Role, ...] = (*LAYER_ROLES, "head", "ba")
 GATED: Role = "gate_up"  # whose rows are a gate's and as many of what it multiplies
 Shape = tuple[int, int]  # weight [N, K]
-# Of a weight: 16 bits have none; e4m3 has one for each row, or for each block of 128x128.
-Scales = Literal["none", "rows", "blocks", "4 bits"]
+# Of a weight: 16 bits have none; e4m3 has one for each row, or each block of 128x128; else the 4-bit format.
+Scales = Literal["none", "rows", "blocks", "mxfp4", "int4"]
 
 
 class _Data(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
