@@ -70,12 +70,16 @@ def _silu(x):
 
 
 @triton.jit
-def _next_token(state, q, k, v, decay, beta):
-    # state[Dk, Dv] float32, q, k[Dk] as they come, v[Dv] -> the state behind the token, what it answers.
-    DIM: tl.constexpr = q.shape[0]
+def _unit(q, k):
+    # q, k[Dk] as they come -> of length 1, the query times what scales scores.
     q, k = q.to(tl.float32), k.to(tl.float32)
-    q = q * (tl.rsqrt(tl.sum(q * q, axis=0) + _EPS) * DIM**-0.5)
-    k = k * tl.rsqrt(tl.sum(k * k, axis=0) + _EPS)
+    q = q * (tl.rsqrt(tl.sum(q * q, axis=0) + _EPS) * q.shape[0] ** -0.5)
+    return q, k * tl.rsqrt(tl.sum(k * k, axis=0) + _EPS)
+
+
+@triton.jit
+def _next_token(state, q, k, v, decay, beta):
+    # state[Dk, Dv] float32, q, k[Dk] of _unit, v[Dv] -> the state behind the token, what it answers.
     state = state * tl.exp(decay)
     written = beta * (v.to(tl.float32) - tl.sum(k[:, None] * state, axis=0))
     state += k[:, None] * written[None, :]
@@ -121,6 +125,43 @@ def _convolved(
     return _silu(tl.sum(value.to(tl.float32) * weights.to(tl.float32), axis=AXIS)).to(value.dtype)
 
 
+@triton.jit
+def _read_token(
+    qkv, a, b, conv, inputs, start, token, place, log, bias, qc, kc, vc, head, x_stride, a_stride, b_stride,
+    WIDTH: tl.constexpr, TAPS: tl.constexpr, LENGTH: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
+    # Of a token of the row that begins at `start`: query, key, value, decay and beta, and what a and b have.
+    p = place + (token - start).to(tl.int32)
+    q = _convolved(qkv, inputs, conv, qc, start, p, place, x_stride, 0, WIDTH, TAPS, LENGTH, KEPT)
+    k = _convolved(qkv, inputs, conv, kc, start, p, place, x_stride, 0, WIDTH, TAPS, LENGTH, KEPT)
+    v = _convolved(qkv, inputs, conv, vc, start, p, place, x_stride, 1, WIDTH, TAPS, LENGTH, KEPT)
+    own_a, own_b = tl.load(a + token * a_stride + head), tl.load(b + token * b_stride + head)
+    decay, beta = _decay_and_beta(own_a, own_b, log, bias)
+    q, k = _unit(q, k)
+    return q, k, v, decay, beta, own_a, own_b
+
+
+@triton.jit
+def _write_token(
+    result, qkv, z, norm, inputs, out, start, token, place, qc, kc, vc, head, eps, x_stride, z_stride,
+    HEADS: tl.constexpr, SHARE: tl.constexpr, LENGTH: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
+    # The token's result [Dv], and what it leaves for the convolution of the next ones.
+    DV: tl.constexpr = result.shape[0]
+    value = tl.arange(0, DV)
+    gate = tl.load(z + token * z_stride + head * DV + value)
+    wide = result.to(out.dtype.element_ty).to(tl.float32)
+    square = tl.sum(wide * wide, axis=0)
+    normed = _normed(wide, square, gate, tl.load(norm + value), eps, DV, out.dtype.element_ty)
+    tl.store(out + token * (HEADS * DV) + head * DV + value, normed)
+    p = place + (token - start).to(tl.int32)
+    x, target = qkv + token * x_stride, inputs + p % LENGTH * KEPT
+    if head % SHARE == 0:
+        tl.store(target + qc, tl.load(x + qc))
+        tl.store(target + kc, tl.load(x + kc))
+    tl.store(target + vc, tl.load(x + vc))
+
+
 @triton.jit(do_not_specialize_on_alignment=["slots", "starts", "first", "held"])
 def _decode_rows(
     qkv, z, a, b, conv, a_log, dt_bias, norm, recurrent, inputs, slots, starts, first, held, out, eps,
@@ -129,7 +170,8 @@ def _decode_rows(
     TAPS: tl.constexpr, LENGTH: tl.constexpr, DRAFTS: tl.constexpr, PADDED: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
-    # All of a layer for one head of a row. What a row reads of `inputs` no program writes in this step.
+    # All of a layer for one head of a row. What a row reads of `inputs` no program writes in this step. A row
+    # without drafts has one token, and no loop: one would keep so much in registers that some are spilled.
     _begin(NATIVE)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, end = row, row + 1
@@ -145,46 +187,46 @@ def _decode_rows(
     qc = head // SHARE * DK + key
     kc, vc = KEYS + qc, 2 * KEYS + head * DV + value
     log, bias = tl.load(a_log + head), tl.load(dt_bias + head)
-    norm_weight = tl.load(norm + value)
     slot, place = tl.load(slots + row).to(tl.int64), tl.load(first + row)
-    begin = place
+    inputs += slot * (LENGTH * KEPT)
+    cells = recurrent + (slot * HEADS + head) * (DK * DV) + key[:, None] * DV + value[None, :]
     if DRAFTS:
         begin = place - tl.load(held + row)
-    inputs += slot * (LENGTH * KEPT)
-    cells = recurrent + ((slot * HEADS + head) * DK + key)[:, None] * DV + value[None, :]
-    state = tl.load(cells, mask=(key >= 0)[:, None] & (begin > 0), other=0.0)
-    if DRAFTS:
+        state = tl.load(cells, mask=(key >= 0)[:, None] & (begin > 0), other=0.0)
         for p in range(begin, place):
             k = _convolved(qkv, inputs, conv, kc, start, p, place, x_stride, 0, WIDTH, TAPS, LENGTH, KEPT)
             v = _convolved(qkv, inputs, conv, vc, start, p, place, x_stride, 1, WIDTH, TAPS, LENGTH, KEPT)
             gates = inputs + p % LENGTH * KEPT + C + head
             decay, beta = _decay_and_beta(tl.load(gates), tl.load(gates + HEADS), log, bias)
+            _, k = _unit(k, k)
             state, _ = _next_token(state, k, k, v, decay, beta)
         if (begin < place) | (begin == 0):
             tl.store(cells, state)
-    for token in range(start, end):
-        p = place + (token - start).to(tl.int32)
-        q = _convolved(qkv, inputs, conv, qc, start, p, place, x_stride, 0, WIDTH, TAPS, LENGTH, KEPT)
-        k = _convolved(qkv, inputs, conv, kc, start, p, place, x_stride, 0, WIDTH, TAPS, LENGTH, KEPT)
-        v = _convolved(qkv, inputs, conv, vc, start, p, place, x_stride, 1, WIDTH, TAPS, LENGTH, KEPT)
-        own_a, own_b = tl.load(a + token * a_stride + head), tl.load(b + token * b_stride + head)
-        decay, beta = _decay_and_beta(own_a, own_b, log, bias)
+        for token in range(start, end):
+            q, k, v, decay, beta, own_a, own_b = _read_token(
+                qkv, a, b, conv, inputs, start, token, place, log, bias, qc, kc, vc, head,
+                x_stride, a_stride, b_stride, WIDTH, TAPS, LENGTH, KEPT,
+            )  # fmt: skip
+            state, result = _next_token(state, q, k, v, decay, beta)
+            _write_token(
+                result, qkv, z, norm, inputs, out, start, token, place, qc, kc, vc, head, eps,
+                x_stride, z_stride, HEADS, SHARE, LENGTH, KEPT,
+            )  # fmt: skip
+            target = inputs + (place + (token - start).to(tl.int32)) % LENGTH * KEPT + C + head
+            tl.store(target, own_a)
+            tl.store(target + HEADS, own_b)
+    else:
+        state = tl.load(cells, mask=(key >= 0)[:, None] & (place > 0), other=0.0)
+        q, k, v, decay, beta, _, _ = _read_token(
+            qkv, a, b, conv, inputs, start, start, place, log, bias, qc, kc, vc, head,
+            x_stride, a_stride, b_stride, WIDTH, TAPS, LENGTH, KEPT,
+        )  # fmt: skip
         state, result = _next_token(state, q, k, v, decay, beta)
-        gate = tl.load(z + token * z_stride + head * DV + value)
-        wide = result.to(out.dtype.element_ty).to(tl.float32)
-        square = tl.sum(wide * wide, axis=0)
-        normed = _normed(wide, square, gate, norm_weight, eps, DV, out.dtype.element_ty)
-        tl.store(out + token * (HEADS * DV) + head * DV + value, normed)
-        x, target = qkv + token * x_stride, inputs + p % LENGTH * KEPT
-        if head % SHARE == 0:
-            tl.store(target + qc, tl.load(x + qc))
-            tl.store(target + kc, tl.load(x + kc))
-        tl.store(target + vc, tl.load(x + vc))
-        if DRAFTS:
-            tl.store(target + C + head, own_a)
-            tl.store(target + C + HEADS + head, own_b)
-    if not DRAFTS:
         tl.store(cells, state)
+        _write_token(
+            result, qkv, z, norm, inputs, out, start, start, place, qc, kc, vc, head, eps,
+            x_stride, z_stride, HEADS, SHARE, LENGTH, KEPT,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["slots", "starts", "first"])
