@@ -44,7 +44,8 @@ def test_a_session_with_a_call(client: openai.OpenAI) -> None:
 
 
 def test_namespaces(scripted: OpenAiServer, client: openai.OpenAI) -> None:
-    close = {"type": "function", "name": "close", "parameters": {"type": "object", "properties": {}}}
+    nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+    close = {"type": "function", "name": "close", "parameters": nothing}
     space = {"type": "namespace", "name": "agents", "description": "Agents", "tools": [close]}
     patch = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}
     patches = {"type": "custom", "name": "apply_patch", "format": patch}
