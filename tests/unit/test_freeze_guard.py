@@ -26,10 +26,11 @@ for line in sys.stdin:
     if line == "count\\n":
         print(max([0, *guard._counts.values()]), flush=True)
         continue
-    if line == "held up\\n":
-        with guard.held_up():
-            ctypes.PyDLL(None).usleep(1_200_000)  # and no other thread of Python runs
+    if line == "waits before\\n":
+        ctypes.PyDLL(None).usleep(1_200_000)  # and no other thread of Python runs
     with guard.watched():
+        if line == "waits\\n":
+            ctypes.PyDLL(None).usleep(1_200_000)
         if line == "busy\\n":
             sum(range(60_000_000))  # one call, so no other thread of Python runs
     print("handled", flush=True)
@@ -107,12 +108,14 @@ def test_a_process_that_only_computes_goes_on(pair):
     assert busy.ask("something") == "handled"
 
 
-def test_a_process_that_says_that_it_is_held_up_goes_on(pair):
-    held_up, _ = pair
-    assert held_up.ask("held up") == "handled"
-    assert held_up.ask("something") == "handled"
-    stand_still(held_up)
-    assert held_up.ask("something") == ""
+@pytest.mark.parametrize("when", ["waits before", "waits"])
+def test_a_process_that_waits_for_a_busy_server_goes_on(pair, when):
+    """tritonserver's part of a stub keeps Python's lock while it waits: after initialize, for a metric."""
+    waiting, _ = pair
+    assert waiting.ask(when) == "handled"
+    assert waiting.ask("something") == "handled"
+    stand_still(waiting)
+    assert waiting.ask("something") == ""
 
 
 def test_a_process_that_had_no_descriptors_for_a_while_goes_on(pair):

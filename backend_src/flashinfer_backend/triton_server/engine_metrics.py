@@ -13,7 +13,6 @@ from flashinfer_backend.transport.door_states import DoorState
 from flashinfer_backend.transport.protocol import Status
 
 Value = Callable[[Status], float]
-HeldUp = Callable[[], contextlib.AbstractContextManager[None]]
 
 # Family: (description, label, {label value: value}). Names and labels are TensorRT-LLM's.
 GAUGES: dict[str, tuple[str, str, dict[str, Value]]] = {
@@ -114,12 +113,10 @@ class EngineMetrics:
         labels: dict[str, str],
         run_dir: Path,
         engines: int,
-        held_up: HeldUp = contextlib.nullcontext,
         doors: Callable[[], dict[str, DoorState]] = dict,
     ) -> None:
         """labels: those all metrics have; with several engines also ENGINE. Every instance registers the
-        metrics; Triton merges them. held_up: entered around what keeps the interpreter while it waits for the
-        server (setting a gauge does, other calls let it go). doors: the doors' states by name."""
+        metrics; Triton merges them. doors: the doors' states by name."""
         kinds = pb_utils.MetricFamily
         described = {name: (description, kinds.GAUGE) for name, (description, _, _) in GAUGES.items()}
         described |= {name: (description, kinds.COUNTER) for name, (description, _) in COUNTERS.items()}
@@ -129,7 +126,7 @@ class EngineMetrics:
             name: kinds(name=name, description=description, kind=kind)
             for name, (description, kind) in described.items()
         }
-        self._door_states, self._held_up = doors, held_up
+        self._door_states = doors
         self._shown: dict[str, DoorState] = {}
         self._door_gauges: dict[tuple[str, str], Any] = {}  # by family and door
         self._engines = [
@@ -137,7 +134,6 @@ class EngineMetrics:
                 self._families,
                 labels if engines == 1 else {**labels, ENGINE: str(number)},
                 run_dir / f"metrics{f'-{number}' if number else ''}.lock",
-                held_up,
             )
             for number in range(engines)
         ]
@@ -158,8 +154,7 @@ class EngineMetrics:
             for name, (_, value) in DOORS.items():
                 if (name, door) not in self._door_gauges:
                     self._door_gauges[name, door] = self._families[name].Metric(labels={"door": door})
-                with self._held_up():
-                    self._door_gauges[name, door].set(float(value(state)))
+                self._door_gauges[name, door].set(float(value(state)))
 
     def close(self) -> None:
         for engine in self._engines:
@@ -172,10 +167,7 @@ class _Engine:
     Triton's counters, so that the next writer neither loses nor repeats any.
     """
 
-    def __init__(
-        self, families: Mapping[str, Any], labels: dict[str, str], lock: Path, held_up: HeldUp
-    ) -> None:
-        self._held_up = held_up
+    def __init__(self, families: Mapping[str, Any], labels: dict[str, str], lock: Path) -> None:
         self._gauges: dict[tuple[str, str], Any] = {}
         for name, (_, label, values) in GAUGES.items():
             for kind in values:
@@ -199,9 +191,8 @@ class _Engine:
             values[PAUSED] = self._count(status)
             values[UP, ""] = 1
         changed = {key: value for key, value in values.items() if self._written.get(key) != value}
-        with self._held_up():
-            for key, value in changed.items():
-                self._gauges[key].set(value)
+        for key, value in changed.items():
+            self._gauges[key].set(value)
         self._written.update(changed)
 
     def close(self) -> None:

@@ -74,8 +74,7 @@ class TritonPythonModel:
         self._freeze_guard = FreezeGuard(processes_dir(owner))
         self._responder.metrics = Metrics(
             pb_utils, self._name, args["model_version"], folder, lambda: self._engines.statuses,
-            config.stats_check_period_ms / 1000, self._freeze_guard.held_up,
-            lambda: read_door_states(processes_dir(owner)),
+            config.stats_check_period_ms / 1000, lambda: read_door_states(processes_dir(owner)),
         )  # fmt: skip
         name = self._parameters.get("postprocessing_model_name", "postprocessing")
         probe = self._responder.probe = postprocessing_probe(pb_utils, name)

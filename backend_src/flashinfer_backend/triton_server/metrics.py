@@ -16,7 +16,7 @@ from flashinfer_backend.serving.generation import FINISH_REASONS, Chunk
 from flashinfer_backend.serving.timing import QUANTITIES
 from flashinfer_backend.transport.door_states import DoorState
 from flashinfer_backend.transport.protocol import Status
-from flashinfer_backend.triton_server.engine_metrics import EngineMetrics, HeldUp
+from flashinfer_backend.triton_server.engine_metrics import EngineMetrics
 from flashinfer_backend.triton_server.sequence import Sequence
 
 CLOSE_S = 1.0  # the thread may wait indefinitely for a killed server
@@ -47,11 +47,10 @@ class Metrics:
         run_dir: Path,
         engine_statuses: Callable[[], list[Status | None]],
         period_s: float,
-        held_up: HeldUp,
         doors: Callable[[], dict[str, DoorState]],
     ) -> None:
-        """engine_statuses: each engine's latest report, None while it is not there. held_up,
-        doors: as EngineMetrics has them."""
+        """engine_statuses: each engine's latest report, None while it is not there. doors: as EngineMetrics
+        has them."""
         kinds = pb_utils.MetricFamily
         labels = {"model": model, "version": version}
         self._families: list[Any] = []  # a metric needs its family to live
@@ -65,7 +64,7 @@ class Metrics:
         finished = kinds(name=FINISHED, description="Sequences by how they ended", kind=kinds.COUNTER)
         self._families.append(finished)
         self._finished = {r: finished.Metric(labels={**labels, "finish_reason": r}) for r in REASONS}
-        self._engine = EngineMetrics(pb_utils, labels, run_dir, len(engine_statuses()), held_up, doors)
+        self._engine = EngineMetrics(pb_utils, labels, run_dir, len(engine_statuses()), doors)
         self._engine_statuses = engine_statuses
         self._notes: deque[tuple[str, float]] = deque()  # quantity and value
         self._ends: deque[str] = deque()  # reasons
