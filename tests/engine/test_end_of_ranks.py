@@ -22,7 +22,7 @@ from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.engine import __main__ as engine
 from flashinfer_backend.transport import rundir
-from flashinfer_backend.transport.records import ProcessRecord, stop
+from flashinfer_backend.transport.records import STOP_S, ProcessRecord, stop
 from waiting import wait_for
 
 TIMEOUT_S = 120
@@ -34,9 +34,9 @@ def answering(
     module: Sequence[str] = ("-m", "flashinfer_backend.engine"),
     max_tokens: int = 2000,
     **options: Any,
-) -> Iterator[tuple[psutil.Popen, psutil.Process, Path]]:
+) -> Iterator[tuple[psutil.Popen, psutil.Process, Path, Client]]:
     """A real engine in the middle of an answer, or behind one of a single token; the process of its rank 1,
-    and its run directory. It logs to tmp_path / "log"."""
+    its run directory, and its client. It logs to tmp_path / "log"."""
     run_dir, config_path = tmp_path / f"{os.getpid()}-llm", tmp_path / "config"
     config = EngineConfig(
         model_dir="bundled", device="cpu", max_tokens_in_paged_kv_cache=4096, tensor_parallel_size=2
@@ -52,24 +52,46 @@ def answering(
         client = Client(run_dir, None)  # type: ignore[arg-type]
         client.submit([5, 6, 7], SamplingParams(max_tokens=max_tokens))
         wait_for(lambda: client.receive(100) or client.tokens[1])
-        yield process, rank, run_dir
+        yield process, rank, run_dir, client
         client.close()
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
 
 
+TELLS_OF_STEPS = """
+import sys
+from flashinfer_backend.engine import __main__ as engine
+from flashinfer_backend.worker import ranks
+send = ranks.OtherRanks.send
+def telling(others, plan):
+    send(others, plan)
+    print("a step begins", file=sys.stderr, flush=True)
+ranks.OtherRanks.send = telling
+sys.exit(engine.main())
+"""
+
+
 def test_an_engine_whose_step_waits_for_a_rank_that_hangs_is_not_killed(tmp_path: Path) -> None:
     """Killed, it could not end its ranks and clean up."""
+    assert engine.GRACE_S + engine.LAST_S < STOP_S
+
+    def steps() -> int:
+        return (tmp_path / "log").read_text().count("a step begins")
+
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     environment = {**os.environ, "TMPDIR": str(temporary)}
-    with answering(tmp_path, env=environment) as (process, rank, run_dir):
+    module = ("-c", TELLS_OF_STEPS)
+    with answering(tmp_path, module, max_tokens=1, env=environment) as (process, rank, run_dir, client):
         rank.suspend()
+        before = steps()
+        client.submit([5, 6, 7], SamplingParams(max_tokens=1))
+        wait_for(lambda: steps() > before, "a step that the rank does not run")
         ticks = rundir.start_ticks(process.pid)
         assert ticks is not None
-        stop(ProcessRecord(process.pid, ticks))
-        assert process.wait(TIMEOUT_S) == 1, "-9: it was killed"
+        stop(ProcessRecord(process.pid, ticks), within_s=TIMEOUT_S)
+        assert process.wait(TIMEOUT_S) == 1, "0: no step waited; -9: it was killed"
     psutil.wait_procs([rank], timeout=TIMEOUT_S)
     assert not rank.is_running()
     goes_with_the_folder = ("stubs", "engine.sock", progress.FILE)
@@ -79,7 +101,7 @@ def test_an_engine_whose_step_waits_for_a_rank_that_hangs_is_not_killed(tmp_path
 
 def test_an_engine_that_is_told_to_end_ends_in_order_with_its_ranks(tmp_path: Path) -> None:
     """Rank 1 is told when the device of rank 0 needs it no more, and nothing is killed."""
-    with answering(tmp_path) as (process, rank, _):
+    with answering(tmp_path) as (process, rank, *_):
         process.terminate()
         assert process.wait(TIMEOUT_S) == 0
         assert not rank.is_running()
@@ -89,7 +111,7 @@ def test_an_engine_that_is_told_to_end_ends_in_order_with_its_ranks(tmp_path: Pa
 
 
 def test_the_end_of_an_engine_tells_which_rank_it_waits_for(tmp_path: Path) -> None:
-    with answering(tmp_path, max_tokens=1) as (process, rank, _):
+    with answering(tmp_path, max_tokens=1) as (process, rank, *_):
         rank.suspend()
         process.terminate()
         assert process.wait(TIMEOUT_S) == 0
@@ -115,7 +137,7 @@ sys.exit(engine.main())
 
 
 def test_a_library_that_keeps_the_interpreters_lock_does_not_keep_the_engine(tmp_path: Path) -> None:
-    with answering(tmp_path, ("-c", KEEPS_THE_LOCK)) as (process, rank, _):
+    with answering(tmp_path, ("-c", KEEPS_THE_LOCK)) as (process, rank, *_):
         process.terminate()
         assert process.wait(TIMEOUT_S) == 1
         psutil.wait_procs([rank], timeout=TIMEOUT_S)
@@ -140,7 +162,7 @@ sys.exit(engine.main())
 
 def test_a_step_that_fails_first_does_not_hide_that_a_rank_has_ended(tmp_path: Path) -> None:
     """The collective sees it at once; the thread that can say whose fault it is may come later."""
-    with answering(tmp_path, ("-c", SLOW_TO_SEE)) as (process, rank, _):
+    with answering(tmp_path, ("-c", SLOW_TO_SEE)) as (process, rank, *_):
         rank.kill()
         assert process.wait(TIMEOUT_S) == 1
     assert "CRITICAL rank 1 has ended; this process ends" in (tmp_path / "log").read_text()
