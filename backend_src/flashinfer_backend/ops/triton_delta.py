@@ -171,7 +171,7 @@ def _decode_rows(
     NATIVE: tl.constexpr,
 ):  # fmt: skip
     # All of a layer for one head of a row. What a row reads of `inputs` no program writes in this step. A row
-    # without drafts has one token, and no loop: one would keep so much in registers that some are spilled.
+    # without drafts has one token. A loop over it would need more registers than there are.
     _begin(NATIVE)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, end = row, row + 1
