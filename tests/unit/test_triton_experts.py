@@ -13,7 +13,7 @@ from interpreted import interpreted
 from torch import nn
 
 from flashinfer_backend.core.tuned import ExpertBlock, ExpertTile
-from flashinfer_backend.ops import fp8, torch_ops
+from flashinfer_backend.ops import fp8, mxfp4, torch_ops
 from flashinfer_backend.ops.torch_ops import Mixture
 from flashinfer_backend.ops.weight import Weight
 
@@ -72,6 +72,17 @@ def check_columns(tokens: int) -> None:
     expected, weights = torch_ops.route(logits[:, :5].clone(), 2, True)
     torch.testing.assert_close(tiles.weights, weights)
     check_tiles(tiles, expected.flatten().tolist())
+
+
+def check_padding() -> None:
+    """A block of any tile reads no scales of MXFP4 behind a row's own padding."""
+    from flashinfer_backend.ops import triton_experts
+
+    for columns in (96, 2880):
+        apart = Weight.empty("", (2, columns), "mxfp4", torch.float16, torch.device("cpu")).scale.stride(0)
+        for inner in (32, 64, 128, 256, 512, 1024):
+            _, read = triton_experts.block_shape(ExpertBlock(64, inner, 2, 4), columns, "mxfp4")
+            assert -(-columns // read) * read // mxfp4.GROUP <= apart
 
 
 def check_tiles(tiles, expected: list[int]) -> None:
@@ -208,6 +219,7 @@ if __name__ == "__main__":
         (22, 7, 3, True, True),  # several programs place
     ]:
         check_routes(tokens, experts, chosen, renormalise, skewed)
+    check_padding()
     for tokens in (1, 4, 17):
         check_columns(tokens)
     for tokens in (4, 17):

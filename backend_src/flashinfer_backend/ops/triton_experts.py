@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashinfer_backend.core.tuned import ExpertBlock, ExpertTile, Scales
-from flashinfer_backend.ops import int4
+from flashinfer_backend.ops import int4, mxfp4
 from flashinfer_backend.ops.fp8 import BLOCK
 from flashinfer_backend.ops.weight import Int4, Mxfp4, Weight
 
@@ -283,8 +283,8 @@ def _e2m1(words, scale, KIND: tl.constexpr, COLUMN: tl.constexpr, NATIVE: tl.con
 @triton.jit
 def _powers(scales, offsets, mask, GROUPS: tl.constexpr, ROWS: tl.constexpr, NATIVE: tl.constexpr):
     # Powers of two by their exponents in e8m0, times 2 ** 126: [ROWS, 8 GROUPS]; 8 neighbours have one.
-    # Behind a row's scales lie zeros (ops.weight.Mxfp4), so only rows are masked: with a mask by columns,
-    # Triton would load single bytes, and none ahead.
+    # Behind a row's scales lie zeros (ops.weight.Mxfp4, block_shape), so only rows are masked: with a mask
+    # by columns, Triton would load single bytes, and none ahead.
     exponent = tl.load(scales + offsets, mask=mask[:, None], other=0).to(tl.int32) + 126
     if NATIVE:
         power = (exponent << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -456,11 +456,9 @@ def product(
     kind = scales_of(weight)
     block = tile.gate_up if gated else tile.down
     block_rows, block_inner = block_shape(block, inner, kind)
-    group = BLOCK
-    if isinstance(weight.format, Mxfp4):
+    group = inner // len(weight.scale) if kind == "int4" else BLOCK
+    if kind == "mxfp4":
         data = data.view(torch.int16)
-    if isinstance(weight.format, Int4):
-        block_inner, group = int4.BLOCK, inner // len(weight.scale)
     dtype = torch.bfloat16 if kind in ("rows", "blocks") else x.dtype
     alpha, limit = clip or (None, None)
     out = torch.empty(tokens * chosen, rows, dtype=dtype, device=x.device)
@@ -489,10 +487,13 @@ def scales_of(weight: Weight) -> Scales:
 def block_shape(block: ExpertBlock, inner: int, scales: Scales) -> tuple[int, int]:
     """Rows and columns of a weight [rows, inner] that a program multiplies at a time: the block's, but fewer
     columns where those do not divide `inner`; with scales of blocks columns of one, and rows of no more than
-    one, also where the other product, by whose scales the tile was chosen, has none. The
-    last columns of MXFP4 can be fewer; those of int4 are a block of ops.int4."""
-    if scales in ("mxfp4", "int4"):
-        return block.rows, max(64, block.inner)
+    one, also where the other product, by whose scales the tile was chosen, has none. Of int4 they are a block
+    of ops.int4. Of MXFP4 the last ones can be fewer, and all have no more scales than a row's are padded to:
+    what is read behind a row's scales is its own padding."""
+    if scales == "int4":
+        return block.rows, int4.BLOCK
+    if scales == "mxfp4":
+        return block.rows, min(max(64, block.inner), mxfp4.ALIGNED * mxfp4.GROUP)
     if scales == "blocks":
         return min(block.rows, BLOCK), BLOCK
     return block.rows, math.gcd(block.inner, inner)

@@ -130,7 +130,7 @@ class ExpertBlock(_Data, frozen=True):
     """What a program of one of the two products of experts multiplies, for all tokens of a tile.
 
     rows: of the weight; of gate and up as many of each. inner, stages, warps: as in Tiling; with scales of
-    128x128 blocks inner is 128 in any case.
+    128x128 blocks, and of int4, inner is 128 in any case, and of mxfp4 512 at most.
     """
 
     rows: int
