@@ -3,7 +3,9 @@
 
     python -m perf_configs.read_trace FILE.json
 
-"span" is from the first kernel to the last, "busy" the part of it in which at least one kernel ran.
+"span" is from the first kernel to the last, "busy" the part of it in which at least one kernel ran. A kernel
+that starts before the one before it has ended waits, which counts as its time. "busy ms" does not have that:
+it is the time from the end of all before it, and the sum of all is what is busy.
 """
 
 import json
@@ -14,7 +16,7 @@ from typing import Any
 
 from client.arguments import argument_parser
 
-TOP, GAPS = 14, 8  # lines
+TOP, GAPS = 20, 8  # lines
 
 
 def read_events(file: Path) -> list[dict[str, Any]]:
@@ -46,7 +48,7 @@ def report_loop(events: Sequence[dict[str, Any]]) -> list[str]:
 def report(events: list[dict[str, Any]]) -> list[str]:
     """Span, busy time, the kernels that took most, and between which kernels the device idled."""
     first, end, busy = events[0]["ts"], 0.0, 0.0
-    totals: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+    totals: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     gaps: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
     previous = ""
     for event in events:
@@ -56,20 +58,27 @@ def report(events: list[dict[str, Any]]) -> list[str]:
             gap[0] += 1
             gap[1] += begin - end
         previous = event["name"]
-        busy += max(0.0, stop - max(begin, end))
-        end = max(end, stop)
+        added = max(0.0, stop - max(begin, end))
+        busy, end = busy + added, max(end, stop)
         entry = totals[event["name"]]
-        entry[0] += 1
-        entry[1] += event["dur"]
+        for place, value in enumerate((1, event["dur"], added)):
+            entry[place] += value
     lines = [f"span {(end - first) / 1e3:.2f} ms, busy {busy / 1e3:.2f} ms, {len(events)} kernels and copies"]
-    lines.append(f"{'ms':>8} {'calls':>6} {'us each':>8}  kernel")
-    ranked = sorted(totals.items(), key=lambda item: -item[1][1])
-    for name, (count, micros) in ranked[:TOP]:
-        lines.append(f"{micros / 1e3:8.3f} {count:6.0f} {micros / count:8.1f}  {name[:90]}")
-    rest = sum(micros for _, (_, micros) in ranked[TOP:])
-    lines.append(f"{rest / 1e3:8.3f}                 {max(0, len(ranked) - TOP)} others")
+    lines.append(f"{'busy ms':>8} {'ms':>8} {'calls':>6} {'us each':>8}  kernel")
+    ranked = sorted(totals.items(), key=lambda item: -item[1][2])
+    for name, (count, micros, added) in ranked[:TOP]:
+        lines.append(
+            f"{added / 1e3:8.3f} {micros / 1e3:8.3f} {count:6.0f} {micros / count:8.1f}  {name[:90]}"
+        )
+    rest = [sum(each) / 1e3 for each in zip(*(times for _, (_, *times) in ranked[TOP:]), strict=True)] or [
+        0,
+        0,
+    ]
+    lines.append(f"{rest[1]:8.3f} {rest[0]:8.3f}                 {max(0, len(ranked) - TOP)} others")
     widest = sorted(gaps.items(), key=lambda item: -item[1][1])[:GAPS]
-    return lines + [f"{us / 1e3:8.3f} {n:6.0f} {us / n:8.1f}  idle: {pair}" for pair, (n, us) in widest]
+    return lines + [
+        f"{us / 1e3:8.3f} {'':8} {n:6.0f} {us / n:8.1f}  idle: {pair}" for pair, (n, us) in widest
+    ]
 
 
 def _short(name: str) -> str:

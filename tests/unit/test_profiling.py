@@ -133,3 +133,17 @@ def test_what_is_no_trace_is_not_read(tmp_path: Path, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit):
         read_trace.main([str(tmp_path / "a.json")])
     assert "a.json: it should be a Chrome trace, an object with traceEvents" in capsys.readouterr().err
+
+
+def test_a_kernel_that_waits_for_the_one_before_adds_what_is_behind_it() -> None:
+    """b runs from the middle of a, and ends 1 ms after it; c is part of a's time; 2 ms later a runs again."""
+    times = [("a", 0, 4000), ("c", 1000, 2000), ("b", 2000, 3000), ("a", 7000, 1000)]
+    lines = read_trace.report([{"name": name, "ts": ts, "dur": dur} for name, ts, dur in times])
+    assert lines[0].startswith("span 8.00 ms, busy 6.00 ms, 4 kernels")
+    rows = [line.split() for line in lines[2:5]]
+    assert rows == [
+        ["5.000", "5.000", "2", "2500.0", "a"],
+        ["1.000", "3.000", "1", "3000.0", "b"],
+        ["0.000", "2.000", "1", "2000.0", "c"],
+    ]
+    assert lines[-1].split() == ["2.000", "1", "2000.0", "idle:", "b", "->", "a"]
