@@ -7,6 +7,9 @@ It runs its share of each step that rank 0 plans, and samples nothing.
 from __future__ import annotations
 
 import gc
+
+gc.disable()  # as in engine/__main__.py
+
 import logging
 import os
 import signal
@@ -23,6 +26,9 @@ from flashinfer_backend.core.progress import note_in
 from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.worker.ranks import RankLink
 from flashinfer_backend.worker.start import start_runner
+
+gc.freeze()
+gc.enable()
 
 
 def main() -> int:
