@@ -45,6 +45,17 @@ def logits_of(tokens: int, experts: int, skewed: bool) -> torch.Tensor:
     return torch.randn(tokens, experts) - (3 * torch.arange(experts) if skewed else 0)
 
 
+def check_router(tokens: int) -> None:
+    """Columns and rows that no block divides, with a bias and without one."""
+    from flashinfer_backend.ops import cuda_experts
+
+    router, x = Weight("", torch.randn(19, 304).half()), torch.randn(tokens, 304).half()
+    for bias in (None, nn.Parameter(torch.randn(19).half(), requires_grad=False)):
+        router.bias = bias
+        expected = torch_ops.router_logits(x, router)
+        torch.testing.assert_close(cuda_experts.router_logits(x, router), expected, rtol=1e-4, atol=1e-4)
+
+
 def check_routes(tokens: int, experts: int, chosen: int, renormalise: bool, skewed: bool) -> None:
     from flashinfer_backend.ops import triton_experts
 
@@ -220,6 +231,8 @@ if __name__ == "__main__":
     ]:
         check_routes(tokens, experts, chosen, renormalise, skewed)
     check_padding()
+    for tokens in (1, 21):
+        check_router(tokens)
     for tokens in (1, 4, 17):
         check_columns(tokens)
     for tokens in (4, 17):

@@ -17,9 +17,14 @@ from flashinfer_backend.ops.torch_ops import Mixture
 from flashinfer_backend.ops.triton_experts import Tiles
 from flashinfer_backend.ops.weight import Fp8Block, Fp8Token, Weight
 
+# Up to which one kernel is faster than cuBLAS, which divides the inner dimension and adds the bias in others.
+ROUTED_TOKENS = 256
+
 
 def router_logits(normed: Tensor, router: Weight) -> Tensor:
     """normed[T, H] @ router[N, H].T, and its bias -> float32 [T, N]."""
+    if len(normed) <= ROUTED_TOKENS:
+        return triton_experts.router_logits(normed, router)
     logits = torch.mm(normed, router.data.t(), out_dtype=torch.float32)
     return logits if router.bias is None else logits.add_(router.bias)
 

@@ -27,6 +27,7 @@ from flashinfer_backend.ops.weight import Int4, Mxfp4, Weight
 NATIVE = True  # with what a GPU alone has, and Triton's interpreter does not know
 FEW_TOKENS = 16  # up to which one program chooses and places; no tile has fewer
 PLACED = 64  # pairs that a program places
+_ROUTED = 16  # experts whose logits a program computes
 SUMMED = 1024  # columns that a program sums
 _MIDDLE = tl.constexpr(int4.MIDDLE)
 NEIGHBOURS = 8  # tiles whose programs are launched together for each block of weight rows
@@ -38,6 +39,38 @@ def _begin(NATIVE: tl.constexpr):
     if NATIVE:
         gdc_launch_dependents()
         gdc_wait()
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _router(
+    x, weight, bias, logits, tokens, N: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, INNER: tl.constexpr, STAGES: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    _begin(NATIVE)
+    t, n = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    k = tl.arange(0, INNER)
+    there, inside = (t < tokens)[:, None], n < N
+    acc = tl.zeros([TOKENS, ROWS], tl.float32)
+    for i in tl.range(0, tl.cdiv(K, INNER), num_stages=STAGES):
+        column = (i * INNER + k)[None, :]
+        x_block = tl.load(x + t[:, None].to(tl.int64) * K + column, mask=there & (column < K), other=0.0)
+        block = tl.load(weight + n[:, None] * K + column, mask=inside[:, None] & (column < K), other=0.0)
+        acc = tl.dot(x_block, block.T, acc)
+    if bias is not None:
+        acc += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[None, :]
+    tl.store(logits + t[:, None] * N + n[None, :], acc, mask=there & inside[None, :])
+
+
+def router_logits(x: Tensor, router: Weight) -> Tensor:
+    """x[T, H] @ router[N, H].T, and its bias -> float32 [T, N]."""
+    (tokens, inner), rows = x.shape, len(router.data)
+    logits = torch.empty(tokens, rows, dtype=torch.float32, device=x.device)
+    _router[(triton.cdiv(tokens, FEW_TOKENS), triton.cdiv(rows, _ROUTED))](
+        x, router.data, router.bias, logits, tokens,
+        N=rows, K=inner, TOKENS=FEW_TOKENS, ROWS=_ROUTED, INNER=256, STAGES=6, NATIVE=NATIVE,
+        num_warps=4, launch_pdl=NATIVE,
+    )  # fmt: skip
+    return logits
 
 
 @triton.jit
