@@ -102,13 +102,13 @@ def _decay_and_beta(a, b, a_log, dt_bias):
 
 
 @triton.jit
-def _convolved(
+def _taps(
     x, inputs, weight, c, token, position, first, x_stride,
     AXIS: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr, LENGTH: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    """The convolution of channels c for the token at `position`, rounded as results of this step's longer
-    rows are. `token`, at the position `first`, and those behind it are rows of x, those before are in inputs,
-    the slot's, whose tokens have KEPT values.
+    """What the convolution of channels c for the token at `position` adds up, for _convolved: its inputs that
+    are of the step, those before them, and its weights. `token`, at the position `first`, and those behind it
+    are rows of x, those before are in inputs, the slot's, whose tokens have KEPT values.
 
     AXIS: of the taps, and of the state that the result is not broadcast along. So it reaches the state's
     threads through shared memory: from the other axis, Triton would have each thread compute all that it
@@ -118,48 +118,60 @@ def _convolved(
     p = position - (WIDTH - 1) + tap
     used = (tap < WIDTH) & (channel >= 0)
     own = x + (token + (p - first)).to(tl.int64) * x_stride + channel
-    value = tl.load(own, mask=used & (p >= first), other=0.0)
     past = inputs + p % LENGTH * KEPT + channel
-    value += tl.load(past, mask=used & (p < first) & (p >= 0), other=0.0).to(value.dtype)
-    weights = tl.load(weight + channel * WIDTH + tap, mask=used, other=0.0)
-    return _silu(tl.sum(value.to(tl.float32) * weights.to(tl.float32), axis=AXIS)).to(value.dtype)
+    return (
+        tl.load(own, mask=used & (p >= first), other=0.0),
+        tl.load(past, mask=used & (p < first) & (p >= 0), other=0.0),
+        tl.load(weight + channel * WIDTH + tap, mask=used, other=0.0),
+    )
 
 
 @triton.jit
-def _read_token(
-    qkv, a, b, conv, inputs, start, token, place, log, bias, qc, kc, vc, head, x_stride, a_stride, b_stride,
+def _convolved(own, past, weights, AXIS: tl.constexpr):
+    # Rounded as results of this step's longer rows are.
+    value = own + past.to(own.dtype)
+    return _silu(tl.sum(value.to(tl.float32) * weights.to(tl.float32), axis=AXIS)).to(own.dtype)
+
+
+@triton.jit
+def _load_token(
+    qkv, z, a, b, conv, inputs, start, token, place, qc, kc, vc, head, x_stride, z_stride, a_stride, b_stride,
     WIDTH: tl.constexpr, TAPS: tl.constexpr, LENGTH: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    # Of a token of the row that begins at `start`: query, key, value, decay and beta, and what a and b have.
+    # All that a token of the row that begins at `start` needs, as it lies in memory.
     p = place + (token - start).to(tl.int32)
-    q = _convolved(qkv, inputs, conv, qc, start, p, place, x_stride, 0, WIDTH, TAPS, LENGTH, KEPT)
-    k = _convolved(qkv, inputs, conv, kc, start, p, place, x_stride, 0, WIDTH, TAPS, LENGTH, KEPT)
-    v = _convolved(qkv, inputs, conv, vc, start, p, place, x_stride, 1, WIDTH, TAPS, LENGTH, KEPT)
-    own_a, own_b = tl.load(a + token * a_stride + head), tl.load(b + token * b_stride + head)
-    decay, beta = _decay_and_beta(own_a, own_b, log, bias)
-    q, k = _unit(q, k)
-    return q, k, v, decay, beta, own_a, own_b
+    x, gates = qkv + token * x_stride, z + token * z_stride + head * vc.shape[0] + tl.arange(0, vc.shape[0])
+    return (
+        _taps(qkv, inputs, conv, qc, start, p, place, x_stride, 0, WIDTH, TAPS, LENGTH, KEPT),
+        _taps(qkv, inputs, conv, kc, start, p, place, x_stride, 0, WIDTH, TAPS, LENGTH, KEPT),
+        _taps(qkv, inputs, conv, vc, start, p, place, x_stride, 1, WIDTH, TAPS, LENGTH, KEPT),
+        tl.load(a + token * a_stride + head),
+        tl.load(b + token * b_stride + head),
+        tl.load(gates),
+        (tl.load(x + qc), tl.load(x + kc), tl.load(x + vc)),
+    )
 
 
 @triton.jit
-def _write_token(
-    result, qkv, z, norm, inputs, out, start, token, place, qc, kc, vc, head, eps, x_stride, z_stride,
-    HEADS: tl.constexpr, SHARE: tl.constexpr, LENGTH: tl.constexpr, KEPT: tl.constexpr,
-):  # fmt: skip
-    # The token's result [Dv], and what it leaves for the convolution of the next ones.
-    DV: tl.constexpr = result.shape[0]
-    value = tl.arange(0, DV)
-    gate = tl.load(z + token * z_stride + head * DV + value)
-    wide = result.to(out.dtype.element_ty).to(tl.float32)
-    square = tl.sum(wide * wide, axis=0)
-    normed = _normed(wide, square, gate, tl.load(norm + value), eps, DV, out.dtype.element_ty)
-    tl.store(out + token * (HEADS * DV) + head * DV + value, normed)
-    p = place + (token - start).to(tl.int32)
-    x, target = qkv + token * x_stride, inputs + p % LENGTH * KEPT
+def _answer(state, loaded, log, bias, weight, eps, dtype):
+    # The state behind a token of _load_token, and the layer's output for it, normed with `weight`.
+    q, k, v, own_a, own_b, gate, _ = loaded
+    decay, beta = _decay_and_beta(own_a, own_b, log, bias)
+    v = _convolved(v[0], v[1], v[2], 1)
+    q, k = _unit(_convolved(q[0], q[1], q[2], 0), _convolved(k[0], k[1], k[2], 0))
+    state, result = _next_token(state, q, k, v, decay, beta)
+    wide = result.to(dtype).to(tl.float32)
+    return state, _normed(wide, tl.sum(wide * wide, axis=0), gate, weight, eps, result.shape[0], dtype)
+
+
+@triton.jit
+def _keep_token(target, loaded, qc, kc, vc, head, SHARE: tl.constexpr):
+    # What a token of _load_token leaves for the convolution of the next ones.
+    q, k, v = loaded[6]
     if head % SHARE == 0:
-        tl.store(target + qc, tl.load(x + qc))
-        tl.store(target + kc, tl.load(x + kc))
-    tl.store(target + vc, tl.load(x + vc))
+        tl.store(target + qc, q)
+        tl.store(target + kc, k)
+    tl.store(target + vc, v)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "starts", "first", "held"])
@@ -189,44 +201,45 @@ def _decode_rows(
     log, bias = tl.load(a_log + head), tl.load(dt_bias + head)
     slot, place = tl.load(slots + row).to(tl.int64), tl.load(first + row)
     inputs += slot * (LENGTH * KEPT)
+    out += head * DV + value
     cells = recurrent + (slot * HEADS + head) * (DK * DV) + key[:, None] * DV + value[None, :]
     if DRAFTS:
         begin = place - tl.load(held + row)
         state = tl.load(cells, mask=(key >= 0)[:, None] & (begin > 0), other=0.0)
         for p in range(begin, place):
-            k = _convolved(qkv, inputs, conv, kc, start, p, place, x_stride, 0, WIDTH, TAPS, LENGTH, KEPT)
-            v = _convolved(qkv, inputs, conv, vc, start, p, place, x_stride, 1, WIDTH, TAPS, LENGTH, KEPT)
+            k = _taps(qkv, inputs, conv, kc, start, p, place, x_stride, 0, WIDTH, TAPS, LENGTH, KEPT)
+            v = _taps(qkv, inputs, conv, vc, start, p, place, x_stride, 1, WIDTH, TAPS, LENGTH, KEPT)
             gates = inputs + p % LENGTH * KEPT + C + head
             decay, beta = _decay_and_beta(tl.load(gates), tl.load(gates + HEADS), log, bias)
+            k, v = _convolved(k[0], k[1], k[2], 0), _convolved(v[0], v[1], v[2], 1)
             _, k = _unit(k, k)
             state, _ = _next_token(state, k, k, v, decay, beta)
         if (begin < place) | (begin == 0):
             tl.store(cells, state)
+        weight = tl.load(norm + value)
         for token in range(start, end):
-            q, k, v, decay, beta, own_a, own_b = _read_token(
-                qkv, a, b, conv, inputs, start, token, place, log, bias, qc, kc, vc, head,
-                x_stride, a_stride, b_stride, WIDTH, TAPS, LENGTH, KEPT,
+            loaded = _load_token(
+                qkv, z, a, b, conv, inputs, start, token, place, qc, kc, vc, head,
+                x_stride, z_stride, a_stride, b_stride, WIDTH, TAPS, LENGTH, KEPT,
             )  # fmt: skip
-            state, result = _next_token(state, q, k, v, decay, beta)
-            _write_token(
-                result, qkv, z, norm, inputs, out, start, token, place, qc, kc, vc, head, eps,
-                x_stride, z_stride, HEADS, SHARE, LENGTH, KEPT,
-            )  # fmt: skip
-            target = inputs + (place + (token - start).to(tl.int32)) % LENGTH * KEPT + C + head
-            tl.store(target, own_a)
-            tl.store(target + HEADS, own_b)
+            state, result = _answer(state, loaded, log, bias, weight, eps, out.dtype.element_ty)
+            tl.store(out + token * (HEADS * DV), result)
+            target = inputs + (place + (token - start).to(tl.int32)) % LENGTH * KEPT
+            _keep_token(target, loaded, qc, kc, vc, head, SHARE)
+            tl.store(target + C + head, loaded[3])
+            tl.store(target + C + HEADS + head, loaded[4])
     else:
+        # The state comes last of all that is loaded: what comes behind it would wait behind it.
+        loaded = _load_token(
+            qkv, z, a, b, conv, inputs, start, start, place, qc, kc, vc, head,
+            x_stride, z_stride, a_stride, b_stride, WIDTH, TAPS, LENGTH, KEPT,
+        )  # fmt: skip
         state = tl.load(cells, mask=(key >= 0)[:, None] & (place > 0), other=0.0)
-        q, k, v, decay, beta, _, _ = _read_token(
-            qkv, a, b, conv, inputs, start, start, place, log, bias, qc, kc, vc, head,
-            x_stride, a_stride, b_stride, WIDTH, TAPS, LENGTH, KEPT,
-        )  # fmt: skip
-        state, result = _next_token(state, q, k, v, decay, beta)
+        weight = tl.load(norm + value)
+        state, result = _answer(state, loaded, log, bias, weight, eps, out.dtype.element_ty)
         tl.store(cells, state)
-        _write_token(
-            result, qkv, z, norm, inputs, out, start, start, place, qc, kc, vc, head, eps,
-            x_stride, z_stride, HEADS, SHARE, LENGTH, KEPT,
-        )  # fmt: skip
+        tl.store(out + start * (HEADS * DV), result)
+        _keep_token(inputs + place % LENGTH * KEPT, loaded, qc, kc, vc, head, SHARE)
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["slots", "starts", "first"])
