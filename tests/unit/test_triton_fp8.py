@@ -4,7 +4,6 @@ and which scale go where; and what cuBLAS would get, multiplied as its documenta
 tests/gpu/test_fp8.py runs the real ones.
 """
 
-import functools
 import os
 import sys
 
@@ -48,7 +47,7 @@ def check_quantised(tokens: int, inner: int, normed: bool) -> None:
     x = spread_out(tokens, inner).bfloat16()
     x[tokens // 2, :128] = 0
     norm = triton_fp8.Norm((torch.rand(inner) + 0.5).bfloat16(), NORM) if normed else None
-    elements, scales = triton_fp8.quantise_groups(x, norm, native=False)
+    elements, scales = triton_fp8.quantise_groups(x, norm)
     if norm:
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + NORM) * norm.weight.float()
@@ -77,7 +76,7 @@ def check_product(tokens, tile, tile_rows, split, rows, inner, gated, residual) 
     weight.format.fill(weight, values)
     added = torch.randn(tokens, rows).bfloat16() if residual else None
     block = BlockTile(tile, tile_rows, split, stages=2)
-    quantised = triton_fp8.quantise_groups(x, native=False)
+    quantised = triton_fp8.quantise_groups(x)
     found = triton_fp8.block_product(*quantised, weight.data, weight.scale, block, tokens)
     assert found.shape == ((split, tokens, rows) if split > 1 else (tokens, rows))
     if split > 1 or gated or residual:
@@ -143,16 +142,15 @@ def test_blocks_in_the_interpreter():
 
 
 if __name__ == "__main__":
+    from flashinfer_backend.ops import triton_fp8
+
     torch.manual_seed(0)
+    triton_fp8.NATIVE = False
     exact_conversions()
     for quantised in QUANTISED:
         check_quantised(*quantised)
     for product in PRODUCTS:
         check_product(*product)
-
-    from flashinfer_backend.ops import triton_fp8
-
     F.scaled_mm = as_cublas_does
-    triton_fp8.quantise_groups = functools.partial(triton_fp8.quantise_groups, native=False)
     for by_cublas in BY_CUBLAS:
         check_cublas(*by_cublas)

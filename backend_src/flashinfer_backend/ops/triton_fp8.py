@@ -2,8 +2,8 @@
 """Triton kernels of FP8 products: e4m3 activations with their scales, the product of 128x128 blocks, and what
 follows a product.
 
-They compute what ops.fp8 and ops.weight define. Only those that quantise let the next kernel start, and
-start, before the kernel before has ended (programmatic dependent launch).
+They compute what ops.fp8 and ops.weight define. Each lets the next kernel start, and starts, before the
+kernel before has ended (programmatic dependent launch).
 """
 
 from __future__ import annotations
@@ -18,8 +18,19 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashinfer_backend.core.tuned import BlockTile
 from flashinfer_backend.ops.fp8 import BLOCK, E4M3, LARGEST, SMALLEST_PEAK, padded
+from flashinfer_backend.ops.triton_prefetch import prefetch_rows
+
+NATIVE = True  # with what a GPU alone has, and Triton's interpreter does not know
+_PREFETCHED = tl.constexpr(65536)  # bytes of the weight, of a program
 
 _LARGEST, _SMALLEST_PEAK = tl.constexpr(LARGEST), tl.constexpr(SMALLEST_PEAK)
+
+
+@triton.jit
+def _begin(NATIVE: tl.constexpr):
+    if NATIVE:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit
@@ -39,8 +50,7 @@ def _quantise_rows(
     inside = k < K
     if norm_weight is not None:
         weight = tl.load(norm_weight + k, mask=inside, other=0.0).to(tl.float32)
-    gdc_launch_dependents()
-    gdc_wait()
+    _begin(True)
     values = tl.load(x + row * K + k, mask=inside, other=0.0).to(tl.float32)
     if norm_weight is not None:
         values *= tl.rsqrt(tl.sum(values * values, axis=0) / K + eps)
@@ -84,8 +94,9 @@ def _sum_of_parts(source, plane, inside, PARTS: tl.constexpr):
 @triton.jit(do_not_specialize=["plane"])
 def _finish(
     product, x_scales, scales, bias, residual, out, columns, plane,
-    PARTS: tl.constexpr, GATED: tl.constexpr, WIDTH: tl.constexpr,
+    PARTS: tl.constexpr, GATED: tl.constexpr, WIDTH: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
+    _begin(NATIVE)
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = n < columns
@@ -126,7 +137,7 @@ def finish(
     width = 1024
     _finish[(tokens, triton.cdiv(columns, width))](
         product, x_scales, scales, bias, residual, out, columns, plane,
-        PARTS=parts, GATED=gated, WIDTH=width, num_warps=4,
+        PARTS=parts, GATED=gated, WIDTH=width, NATIVE=NATIVE, num_warps=4, launch_pdl=NATIVE,
     )  # fmt: skip
     return out
 
@@ -143,9 +154,7 @@ def _quantise_groups(
     k = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     if norm_weight is not None:
         weight = tl.load(norm_weight + k, mask=inside[:, None], other=0.0).to(tl.float32)
-    if NATIVE:
-        gdc_launch_dependents()
-        gdc_wait()
+    _begin(NATIVE)
     # Not &, which in Triton's interpreter makes an int32 of a block and a scalar: no mask from 3.9 on.
     given = tl.where(row < tokens, inside, False)[:, None]
     values = tl.load(x + row * K + k, mask=given, other=0.0).to(tl.float32)
@@ -157,12 +166,9 @@ def _quantise_groups(
     tl.store(scales + group * rows.to(tl.int64) + row, scale, mask=inside)
 
 
-def quantise_groups(x: Tensor, norm: Norm | None = None, native: bool = True) -> tuple[Tensor, Tensor]:
+def quantise_groups(x: Tensor, norm: Norm | None = None) -> tuple[Tensor, Tensor]:
     """ops.fp8.quantise_groups of x[T, K], or of its norm, with rows of zeros up to a multiple of 4, R:
-    -> e4m3 [R, K], float32 [R, K / 128], column after column (strides 1, R). K a multiple of 128.
-
-    native: with what a GPU alone has, and Triton's interpreter does not know.
-    """
+    -> e4m3 [R, K], float32 [R, K / 128], column after column (strides 1, R). K a multiple of 128."""
     tokens, inner = x.shape
     rows = padded(tokens)
     elements = torch.empty(rows, inner, dtype=E4M3, device=x.device)
@@ -170,8 +176,8 @@ def quantise_groups(x: Tensor, norm: Norm | None = None, native: bool = True) ->
     groups = triton.next_power_of_2(inner // BLOCK) if norm else 16
     _quantise_groups[(rows, triton.cdiv(inner // BLOCK, groups))](
         x, norm.weight if norm else None, elements, scales, tokens, rows, norm.eps if norm else 0.0,
-        K=inner, GROUPS=groups, GROUP=BLOCK, NATIVE=native, num_warps=min(max(groups * BLOCK // 1024, 4), 16),
-        launch_pdl=native,
+        K=inner, GROUPS=groups, GROUP=BLOCK, NATIVE=NATIVE, num_warps=min(max(groups * BLOCK // 1024, 4), 16),
+        launch_pdl=NATIVE,
     )  # fmt: skip
     return elements, scales.t()
 
@@ -180,7 +186,8 @@ def quantise_groups(x: Tensor, norm: Norm | None = None, native: bool = True) ->
 def _block_product(
     x, x_scales, weight, scales, out, tokens, x_rows,
     N: tl.constexpr, K: tl.constexpr, APART: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
-    GROUP: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    GROUP: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, THREADS: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
     # Token blocks of the same weights are neighbours, so that the weights come from L2 the second time. The
     # weights are the left operand: few tokens then do not waste the tensor cores' 64 rows.
@@ -193,6 +200,11 @@ def _block_product(
     inside, present = n < N, t < tokens
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
     SHARE: tl.constexpr = K // GROUP // SPLIT
+    if NATIVE and N % ROWS == 0:  # no memory behind the weight is touched
+        WHOLE: tl.constexpr = SHARE * GROUP
+        ROW_BYTES: tl.constexpr = _PREFETCHED // ROWS if _PREFETCHED // ROWS < WHOLE else WHOLE
+        prefetch_rows(weight, row, tl.program_id(1) * WHOLE, K, ROWS, ROW_BYTES, THREADS)
+    _begin(NATIVE)
     for i in tl.range(tl.program_id(1) * SHARE, (tl.program_id(1) + 1) * SHARE, num_stages=STAGES):
         block = tl.load(weight + n[:, None] * K + i * GROUP + k[None, :], mask=inside[:, None], other=0.0)
         x_block = tl.load(x + t[:, None] * K + i * GROUP + k[None, :], mask=present[:, None], other=0.0)
@@ -218,6 +230,6 @@ def block_product(
     _block_product[(triton.cdiv(rows, tile.rows) * triton.cdiv(tokens, tile.tile), split)](
         x, x_scales, weight, scales, out, tokens, len(x),
         N=rows, K=inner, APART=scales.stride(0), TOKENS=tile.tile, ROWS=tile.rows, GROUP=BLOCK, SPLIT=split,
-        STAGES=tile.stages, num_warps=tile.warps,
+        STAGES=tile.stages, THREADS=32 * tile.warps, NATIVE=NATIVE, num_warps=tile.warps, launch_pdl=NATIVE,
     )  # fmt: skip
     return out
