@@ -10,6 +10,7 @@ all of it can be captured.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -143,7 +144,7 @@ def _route(
 @triton.jit(do_not_specialize=["pairs", "tiles"])
 def _place(
     chosen, places, counts, order, experts, filled, pairs, tiles,
-    CHOSEN: tl.constexpr, FOLDED: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+    E: tl.constexpr, CHOSEN: tl.constexpr, FOLDED: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
     PAIRS: tl.constexpr, FIRST: tl.constexpr, OWN: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     # The tiles of folded experts, which have all tokens, come before the others.
@@ -169,6 +170,11 @@ def _place(
     tl.store(order + first * TOKENS + place, p, mask=there)
     tl.store(experts + p, owner - FIRST, mask=p < tiles)
     tl.store(filled + p, has, mask=p < tiles)
+    tl.debug_barrier()
+    # Behind the counts is the number of programs that have read them. The last one leaves zeros.
+    if tl.atomic_add(counts + E, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        tl.store(counts + e, 0, mask=e < E)
+        tl.store(counts + E, 0)
 
 
 @triton.jit(do_not_specialize=["tokens", "tiles"])
@@ -223,6 +229,12 @@ def most_tiles(pairs: int, experts: int, tokens: int) -> int:
     return min(pairs, pairs // tokens + experts)
 
 
+@functools.cache
+def _counts(where: torch.device, experts: int) -> Tensor:
+    """What _route counts in, zeros between two steps. Kernels of one stream take turns with it."""
+    return torch.zeros(experts + 1, dtype=torch.int32, device=where)
+
+
 def route(
     logits: Tensor,
     experts_per_token: int,
@@ -267,15 +279,15 @@ def route(
             num_warps=4, launch_pdl=NATIVE,
         )  # fmt: skip
         return found
-    counts = torch.zeros(of_all, dtype=torch.int32, device=where)
+    counts = _counts(where, of_all)
     chosen, places = words(tokens, each), words(tokens, each)
     _route[(tokens,)](
         logits, chosen, weights, places, counts, tokens, **routing, num_warps=1, launch_pdl=NATIVE
     )
     _place[(triton.cdiv(max(chosen.numel(), tiles), PLACED),)](
         chosen, places, counts, found.order, found.experts, found.filled, chosen.numel(), tiles,
-        CHOSEN=experts_per_token, FOLDED=further, WIDTH=routing["WIDTH"], TOKENS=tile_tokens, PAIRS=PLACED,
-        FIRST=first, OWN=count, NATIVE=NATIVE, num_warps=4, launch_pdl=NATIVE,
+        E=of_all, CHOSEN=experts_per_token, FOLDED=further, WIDTH=routing["WIDTH"], TOKENS=tile_tokens,
+        PAIRS=PLACED, FIRST=first, OWN=count, NATIVE=NATIVE, num_warps=4, launch_pdl=NATIVE,
     )  # fmt: skip
     return found
 
