@@ -180,7 +180,9 @@ def check_products(
     logits = F.linear(normed.float(), router)
     renormalise = bool(tokens % 2)
     mixture = Mixture(chosen, renormalise, clip, scaled, folded=folded)
-    found = cuda_experts.experts_add(normed, logits, gate_up, down, mixture, added)
+    quantised = triton_fp8.quantise_groups(normed) if format == "fp8_block" and residual else None
+    given = torch.zeros_like(normed) if quantised and not scaled else normed  # which no product takes then
+    found = cuda_experts.experts_add(given, logits, gate_up, down, mixture, added, quantised)
     routes = torch_ops.route(logits, chosen, renormalise, folded)
     factor = logits.amax(-1, keepdim=True).sigmoid().to(dtype) if scaled else 1
     expected = weighted_sum((normed * factor).float(), *routes, matrices, gate_up, down, clip)

@@ -47,11 +47,13 @@ def check_quantised(tokens: int, inner: int, normed: bool) -> None:
     x = spread_out(tokens, inner).bfloat16()
     x[tokens // 2, :128] = 0
     norm = triton_fp8.Norm((torch.rand(inner) + 0.5).bfloat16(), NORM) if normed else None
-    elements, scales = triton_fp8.quantise_groups(x, norm)
+    kept = torch.empty_like(x) if normed else None
+    elements, scales = triton_fp8.quantise_groups(x, norm, kept)
     if norm:
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + NORM) * norm.weight.float()
         x = wide.bfloat16()
+        torch.testing.assert_close(kept, x, rtol=1e-2, atol=0)  # the last bit
     expected, expected_scales = fp8.quantise_groups(x)
     rows = -(-tokens // 4) * 4
     assert elements.shape == (rows, inner) and scales.shape == (rows, inner // 128)

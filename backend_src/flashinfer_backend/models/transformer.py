@@ -116,7 +116,7 @@ class Layer(nn.Module):
     def _mlp(self, hidden: Tensor, residual: Tensor | None, chosen: Chosen | None = None) -> Tensor:
         mlp, ops = self.spec.mlp, self.ops
         if isinstance(mlp, Experts):
-            normed = ops.rms_norm(hidden, self.post_norm, self.eps)
+            normed, quantised = ops.norm_quantised(hidden, self.post_norm, self.eps, (self.gate_up,))
             logits, residual = ops.router_logits(normed, self.router), self._of_one_rank(residual)
             if mlp.folded is None:
                 logits, gate = logits[:, : mlp.count], logits[:, mlp.count : mlp.count + 1]
@@ -124,7 +124,7 @@ class Layer(nn.Module):
                     shared = self._shared(hidden, None if mlp.shared_gate is None else gate)
                     residual = shared if residual is None else residual + shared
             mixture = Mixture(mlp.per_token, mlp.norm_topk, mlp.clip, mlp.scaled_input, mlp.own, mlp.folded)
-            return ops.experts_add(normed, logits, self.gate_up, self.down, mixture, residual)
+            return ops.experts_add(normed, logits, self.gate_up, self.down, mixture, residual, quantised)
         plain = mlp.activation == "silu" and self.gate_up.bias is None
         if plain and self.post_norm is not None:
             inner = ops.norm_gate_up_silu(hidden, self.post_norm, self.eps, self.gate_up, chosen)

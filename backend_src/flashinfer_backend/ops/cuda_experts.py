@@ -15,6 +15,7 @@ from flashinfer_backend.core.tuned import ExpertTile, Scales, find
 from flashinfer_backend.ops import device, triton_experts, triton_fp8
 from flashinfer_backend.ops.torch_ops import Mixture
 from flashinfer_backend.ops.triton_experts import Tiles
+from flashinfer_backend.ops.triton_fp8 import Quantised
 from flashinfer_backend.ops.weight import Fp8Block, Fp8Token, Weight
 
 # Up to which one kernel is faster than cuBLAS, which divides the inner dimension and adds the bias in others.
@@ -30,17 +31,24 @@ def router_logits(normed: Tensor, router: Weight) -> Tensor:
 
 
 def experts_add(
-    normed: Tensor, logits: Tensor, gate_up: Weight, down: Weight, mixture: Mixture, residual: Tensor | None
+    normed: Tensor,
+    logits: Tensor,
+    gate_up: Weight,
+    down: Weight,
+    mixture: Mixture,
+    residual: Tensor | None,
+    quantised: Quantised | None = None,
 ) -> Tensor:
     """residual (None: 0) plus each token's experts of normed[T, H], which logits[T, N] choose and weight:
-    residual[T, H] -> [T, H]. See ops.torch_ops.experts_add. residual is unchanged."""
+    residual[T, H] -> [T, H]. See ops.torch_ops.experts_add. residual is unchanged. quantised: normed, as
+    cuda_ops.norm_quantised has it."""
     per_token, renormalise, clip, scaled_input, own, folded = mixture
     experts = folded[0] if folded else logits.shape[1]
     tile = choose(len(logits) * per_token // experts, triton_experts.scales_of(gate_up))
     tiles = triton_experts.route(logits, per_token, renormalise, tile.tokens, own, folded)
     if scaled_input:
-        normed = normed * logits.amax(-1, keepdim=True).sigmoid().to(normed.dtype)
-    gated = product_of(normed, gate_up, tiles, tile, gated=True, clip=clip)
+        normed, quantised = normed * logits.amax(-1, keepdim=True).sigmoid().to(normed.dtype), None
+    gated = product_of(normed, gate_up, tiles, tile, True, clip, quantised)
     products = product_of(gated, down, tiles, tile, gated=False)
     return triton_experts.add_up(products, residual, len(logits), None if own is None else tiles.weights)
 
@@ -52,12 +60,14 @@ def product_of(
     tile: ExpertTile,
     gated: bool,
     clip: tuple[float, float] | None = None,
+    quantised: Quantised | None = None,
 ) -> Tensor:
-    """triton_experts.product of x in 16 bits, which is quantised as the weight's format says."""
+    """triton_experts.product of x in 16 bits, which is quantised as the weight's format says. quantised: x
+    for a weight of blocks."""
     scales: Tensor | None = None
     pairs_a_row = tiles.weights.numel() // len(x)  # before rows are added to x
     if isinstance(weight.format, Fp8Block):
-        x, scales = triton_fp8.quantise_groups(x)
+        x, scales = quantised or triton_fp8.quantise_groups(x)
     elif isinstance(weight.format, Fp8Token):
         x, scales = triton_fp8.quantise_rows(x)
     return triton_experts.product(x, scales, weight, tiles, tile, gated, pairs_a_row, clip)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from flashinfer_backend.ops import device, fp8, gated_linear, triton_fp8
 from flashinfer_backend.ops.tilings import choose, choose_blocks
-from flashinfer_backend.ops.triton_fp8 import Norm
+from flashinfer_backend.ops.triton_fp8 import Norm, Quantised
 from flashinfer_backend.ops.triton_linear import linear
 from flashinfer_backend.ops.weight import Fp8Block, Fp8Static, Weight
 
@@ -39,10 +39,11 @@ def product(
     residual: Tensor | None = None,
     gated: bool = False,
     norm: Norm | None = None,
+    quantised: Quantised | None = None,
 ) -> Tensor:
     """x @ weight.T, with what is given: x normed first; bias[N] and residual[T, N] added; gated: silu of the
-    first half of the columns times the second, [T, N / 2]. x[T, K] bfloat16, contiguous, T > 0. See the
-    format's product.
+    first half of the columns times the second, [T, N / 2]. x[T, K] bfloat16, contiguous, T > 0. quantised: x
+    for a weight of blocks, with its norm. See the format's product.
     """
     format = weight.format
     by_blocks = isinstance(format, Fp8Block)
@@ -61,7 +62,7 @@ def product(
             residual=residual, gated=gated, scales=(None, weight.scale),
         )  # fmt: skip
     if by_blocks:
-        elements, scales = triton_fp8.quantise_groups(x, norm)
+        elements, scales = quantised or triton_fp8.quantise_groups(x, norm)
         if tiling is None:
             result = _by_blocks(elements, scales, weight, len(x))
             plain = bias is None and residual is None and not gated and result.dim() == 2

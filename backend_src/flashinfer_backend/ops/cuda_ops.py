@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashinfer_backend.ops import cublas, cuda_fp8, cuda_int4, gated_linear, triton_linear
+from flashinfer_backend.ops import cublas, cuda_fp8, cuda_int4, gated_linear, triton_fp8, triton_linear
 from flashinfer_backend.ops.cuda_experts import experts_add, router_logits
 from flashinfer_backend.ops.tilings import choose, choose_adapted
 from flashinfer_backend.ops.torch_delta import count_held
@@ -34,7 +34,7 @@ from flashinfer_backend.ops.triton_drafts import (
     places_ahead,
     record_tokens,
 )
-from flashinfer_backend.ops.triton_fp8 import Norm
+from flashinfer_backend.ops.triton_fp8 import Norm, Quantised
 from flashinfer_backend.ops.triton_inputs import step_inputs
 from flashinfer_backend.ops.triton_logits import copy_rows, penalise
 from flashinfer_backend.ops.triton_rope import rope_and_store
@@ -67,8 +67,18 @@ def norm_linears(
     """linear() of rms_norm(x) with each of the weights."""
     if all(_begins_with_norm(weight, len(x)) for weight in weights):
         return [norm_linear(x, norm_weight, eps, weight, None, chosen=chosen) for weight in weights]
-    normed = rms_norm(x, norm_weight, eps)
-    return [linear(normed, weight, None, chosen) for weight in weights]
+    normed, quantised = norm_quantised(x, norm_weight, eps, weights)
+    return [_product(normed, weight, chosen=chosen, quantised=quantised) for weight in weights]
+
+
+def norm_quantised(
+    x: Tensor, norm_weight: Tensor, eps: float, weights: Sequence[Weight]
+) -> tuple[Tensor, Quantised | None]:
+    """rms_norm(x), and the same as weights of FP8 blocks take it, where there are some of these."""
+    if not len(x) or not any(isinstance(weight.format, Fp8Block) for weight in weights):
+        return rms_norm(x, norm_weight, eps), None
+    normed = torch.empty_like(x)
+    return normed, triton_fp8.quantise_groups(x, Norm(norm_weight, eps), normed)
 
 
 def _begins_with_norm(weight: Weight, tokens: int) -> bool:
@@ -116,19 +126,21 @@ def _product(
     gated: bool = False,
     chosen: Chosen | None = None,
     out: Tensor | None = None,
+    quantised: Quantised | None = None,
 ) -> Tensor:
     """x @ weight.T, with what is given: x normed first; a bias, a residual, which may be overwritten, and
-    what the tokens' adapters add; gated: silu of the first half of the columns times the second."""
+    what the tokens' adapters add; gated: silu of the first half of the columns times the second. quantised:
+    of norm_quantised, whose norm x is."""
     low = None if chosen is None else weight.adapters
     if low is not None and chosen is not None and not _part_of_product(weight, len(x), low):
         x = x if norm is None else rms_norm(x, *norm)
         added = shrink(x, low, chosen)
-        product = expand(_product(x, weight, bias=bias, residual=residual), added)
+        product = expand(_product(x, weight, bias=bias, residual=residual, quantised=quantised), added)
         product = activate(product, "silu") if gated else product
     elif isinstance(weight.format, Int4):
         product = cuda_int4.product(x, weight, norm, bias, residual, gated)
     elif weight.format is not DENSE:
-        product = cuda_fp8.product(x, weight, bias, residual, gated, norm)
+        product = cuda_fp8.product(x, weight, bias, residual, gated, norm, quantised)
     else:
         adapters = None if low is None or chosen is None else (low, chosen)
         return _dense(x, weight, norm, bias, residual, gated, adapters, out)

@@ -95,6 +95,14 @@ def norm_linears(
     return [linear(normed, weight, None, chosen) for weight in weights]
 
 
+def norm_quantised(
+    x: Tensor, norm_weight: Tensor, eps: float, weights: Sequence[Weight]
+) -> tuple[Tensor, None]:
+    """rms_norm(x), and what experts_add takes with it for these weights: nothing, where each format's
+    product quantises."""
+    return rms_norm(x, norm_weight, eps), None
+
+
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, chosen: Chosen | None = None) -> Tensor:
     """x @ weight.T + bias: x[T, K], weight[N, K], bias[N] or None -> [T, N]; with what the tokens' adapters
     add, where the weight has some."""
@@ -236,13 +244,20 @@ def gated(gate: Tensor, up: Tensor, clip: tuple[float, float] | None = None) -> 
 
 
 def experts_add(
-    normed: Tensor, logits: Tensor, gate_up: Weight, down: Weight, mixture: Mixture, residual: Tensor | None
+    normed: Tensor,
+    logits: Tensor,
+    gate_up: Weight,
+    down: Weight,
+    mixture: Mixture,
+    residual: Tensor | None,
+    quantised: None = None,
 ) -> Tensor:
     """residual (None: 0) plus each token's experts, which `route` chooses and weights by logits[T, N]:
     down @ `gated`(gate @ n, up @ n, clip) of an expert with n of normed[T, H]. residual[T, H] -> [T, H].
 
     gate_up[E 2I, H] and down[E H, I] hold the experts below each other, of each the gate's rows before the up
-    projection's; folded ones are the last. Each may have a bias. residual is unchanged.
+    projection's; folded ones are the last. Each may have a bias. residual is unchanged. quantised: of
+    norm_quantised.
     """
     first, further = mixture.folded or (logits.shape[1], 0)
     start, count = mixture.own or (0, first + further)

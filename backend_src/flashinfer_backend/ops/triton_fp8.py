@@ -144,7 +144,7 @@ def finish(
 
 @triton.jit(do_not_specialize=["tokens", "rows"])
 def _quantise_groups(
-    x, norm_weight, elements, scales, tokens, rows, eps,
+    x, norm_weight, elements, scales, normed, tokens, rows, eps,
     K: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     # A program takes GROUPS neighbouring groups of a row, with a norm all. Rows beyond the tokens are zeros.
@@ -160,22 +160,29 @@ def _quantise_groups(
     values = tl.load(x + row * K + k, mask=given, other=0.0).to(tl.float32)
     if norm_weight is not None:
         values *= tl.rsqrt(tl.sum(tl.sum(values * values, axis=1), axis=0) / K + eps)
-        values = (values * weight).to(x.dtype.element_ty).to(tl.float32)  # rounded as a norm's result
+        rounded = (values * weight).to(x.dtype.element_ty)  # as a norm's result
+        if normed is not None:
+            tl.store(normed + row * K + k, rounded, mask=given)
+        values = rounded.to(tl.float32)
     scale = tl.div_rn(tl.maximum(tl.max(tl.abs(values), axis=1), _SMALLEST_PEAK), _LARGEST)
     tl.store(elements + row * K + k, to_e4m3(values, scale[:, None]), mask=inside[:, None])
     tl.store(scales + group * rows.to(tl.int64) + row, scale, mask=inside)
 
 
-def quantise_groups(x: Tensor, norm: Norm | None = None) -> tuple[Tensor, Tensor]:
+Quantised = tuple[Tensor, Tensor]  # of quantise_groups
+
+
+def quantise_groups(x: Tensor, norm: Norm | None = None, normed: Tensor | None = None) -> Quantised:
     """ops.fp8.quantise_groups of x[T, K], or of its norm, with rows of zeros up to a multiple of 4, R:
-    -> e4m3 [R, K], float32 [R, K / 128], column after column (strides 1, R). K a multiple of 128."""
+    -> e4m3 [R, K], float32 [R, K / 128], column after column (strides 1, R). K a multiple of 128. The norm
+    itself is written to `normed` [T, K] when given."""
     tokens, inner = x.shape
     rows = padded(tokens)
     elements = torch.empty(rows, inner, dtype=E4M3, device=x.device)
     scales = torch.empty(inner // BLOCK, rows, dtype=torch.float32, device=x.device)
     groups = triton.next_power_of_2(inner // BLOCK) if norm else 16
     _quantise_groups[(rows, triton.cdiv(inner // BLOCK, groups))](
-        x, norm.weight if norm else None, elements, scales, tokens, rows, norm.eps if norm else 0.0,
+        x, norm.weight if norm else None, elements, scales, normed, tokens, rows, norm.eps if norm else 0.0,
         K=inner, GROUPS=groups, GROUP=BLOCK, NATIVE=NATIVE, num_warps=min(max(groups * BLOCK // 1024, 4), 16),
         launch_pdl=NATIVE,
     )  # fmt: skip
