@@ -17,10 +17,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashinfer_backend.ops import device
 from flashinfer_backend.ops.torch_delta import CHUNK, L2_EPS, DeltaRows, DeltaStates, DeltaWeights
+from flashinfer_backend.ops.triton_prefetch import wait_and_launch
 
 NATIVE = True  # with what a GPU alone has, and Triton's interpreter does not know
 _CHANNELS = 128  # of a convolution's program
@@ -31,14 +31,6 @@ SEARCHED = (16, 128, 1024, 8192)  # rows, of variants of the kernels that look f
 
 _EPS = tl.constexpr(L2_EPS)
 _BLOCK = tl.constexpr(16)  # rows of a chunk whose inverse is computed one row after another
-
-
-@triton.jit
-def _begin(NATIVE: tl.constexpr):
-    # Programmatic dependent launch: the next kernel may start, and this one waits for those before it.
-    if NATIVE:
-        gdc_launch_dependents()
-        gdc_wait()
 
 
 @triton.jit
@@ -184,7 +176,7 @@ def _decode_rows(
 ):  # fmt: skip
     # All of a layer for one head of a row. What a row reads of `inputs` no program writes in this step. A row
     # without drafts has one token. A loop over it would need more registers than there are.
-    _begin(NATIVE)
+    wait_and_launch(NATIVE)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, end = row, row + 1
     if DRAFTS or PADDED:
@@ -248,7 +240,7 @@ def _convolve_rows(
     C: tl.constexpr, KEPT: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    _begin(NATIVE)
+    wait_and_launch(NATIVE)
     row, tile = _find(starts, starts, rows, tl.program_id(0), TOKENS, ROWS)  # without cuts
     if row >= rows:
         return
@@ -281,7 +273,7 @@ def _keep_inputs(
     BLOCK: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     # A kernel of its own: the one before reads what is replaced here. At the row's end, and at its cut.
-    _begin(NATIVE)
+    wait_and_launch(NATIVE)
     row = tl.program_id(0)
     c, j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :], tl.arange(0, TAPS)[:, None]
     place, start = tl.load(first + row), tl.load(starts + row)
@@ -337,7 +329,7 @@ def _chunk_writes(
 ):  # fmt: skip
     # What a chunk writes into its state is u - w @ state; scores: of its queries for what it writes. factors:
     # of a token's query for the state before its chunk, of its key at the chunk's end, of the state there.
-    _begin(NATIVE)
+    wait_and_launch(NATIVE)
     row, chunk = _find(starts, cuts, rows, tl.program_id(0), SIZE, ROWS)
     if row >= rows:
         return
@@ -391,7 +383,7 @@ def _chunk_states(
     HEADS: tl.constexpr, SHARE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
     COLUMNS: tl.constexpr, STAGES: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    _begin(NATIVE)
+    wait_and_launch(NATIVE)
     KEYS: tl.constexpr = HEADS // SHARE * DK
     C: tl.constexpr = 2 * KEYS + HEADS * DV
     head, row = tl.program_id(1), tl.program_id(2)
@@ -437,7 +429,7 @@ def _gated_norm(
     HEADS: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     # Of these rows' tokens; those behind the last row get zeros.
-    _begin(NATIVE)
+    wait_and_launch(NATIVE)
     token = tl.program_id(0).to(tl.int64)
     if token < tl.load(starts):
         return

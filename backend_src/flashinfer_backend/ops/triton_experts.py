@@ -18,28 +18,20 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashinfer_backend.core.tuned import ExpertBlock, ExpertTile, Scales
 from flashinfer_backend.ops import int4, mxfp4
 from flashinfer_backend.ops.fp8 import BLOCK
+from flashinfer_backend.ops.triton_prefetch import wait_and_launch
 from flashinfer_backend.ops.weight import Int4, Mxfp4, Weight
 
 NATIVE = True  # with what a GPU alone has, and Triton's interpreter does not know
 FEW_TOKENS = 16  # up to which one program chooses and places; no tile has fewer
-PLACED = 64  # pairs that a program places
+PLACED = 16  # pairs that a program places
 _ROUTED = 16  # experts whose logits a program computes
 SUMMED = 1024  # columns that a program sums
 _MIDDLE = tl.constexpr(int4.MIDDLE)
 NEIGHBOURS = 8  # tiles whose programs are launched together for each block of weight rows
-
-
-@triton.jit
-def _begin(NATIVE: tl.constexpr):
-    # Programmatic dependent launch: the next kernel may start, and this one waits for those before it.
-    if NATIVE:
-        gdc_launch_dependents()
-        gdc_wait()
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -47,7 +39,7 @@ def _router(
     x, weight, bias, logits, tokens, N: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, INNER: tl.constexpr, STAGES: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    _begin(NATIVE)
+    wait_and_launch(NATIVE)
     t, n = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, INNER)
     there, inside = (t < tokens)[:, None], n < N
@@ -130,7 +122,7 @@ def _route(
     APART: tl.constexpr, GATE: tl.constexpr, RENORMALISE: tl.constexpr, FIRST: tl.constexpr,
     OWN: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    _begin(NATIVE)
+    wait_and_launch(NATIVE)
     row, slot = tl.program_id(0) + tl.arange(0, 1), tl.arange(0, SLOTS)[None, :]
     best, value, _ = _choose(
         logits, row, tokens, E, CHOSEN, FOLDED, WIDTH, SLOTS, APART, GATE, RENORMALISE, FIRST, OWN
@@ -148,7 +140,7 @@ def _place(
     PAIRS: tl.constexpr, FIRST: tl.constexpr, OWN: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     # The tiles of folded experts, which have all tokens, come before the others.
-    _begin(NATIVE)
+    wait_and_launch(NATIVE)
     e, p = tl.arange(0, WIDTH), tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     token, slot = p // (CHOSEN + FOLDED), p % (CHOSEN + FOLDED)
     tokens = pairs // (CHOSEN + FOLDED)
@@ -187,7 +179,7 @@ def _route_and_place(
     # All of few tokens in one program, so that an expert's pairs are counted without memory for it. A token
     # has an expert once: its pair's place is the number of tokens before it that have the expert, and as no
     # expert has more than a tile holds, tiles are the experts that are chosen, behind those of folded ones.
-    _begin(NATIVE)
+    wait_and_launch(NATIVE)
     row, e, slot = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, SLOTS)[None, :]
     _, value, which = _choose(
         logits, row, tokens, E, CHOSEN, FOLDED, WIDTH, SLOTS, APART, GATE, RENORMALISE, FIRST, OWN
@@ -358,7 +350,7 @@ def _product(
     ROWS: tl.constexpr, INNER: tl.constexpr, NEIGHBOURS: tl.constexpr, STAGES: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
-    _begin(NATIVE)
+    wait_and_launch(NATIVE)
     KIND: tl.constexpr = x.dtype.element_ty
     # Neighbouring programs have the same weight rows of tiles that follow each other, often of one expert:
     # the weights come from L2 then, and so does x when the next weight rows want it again.
@@ -549,7 +541,7 @@ def _sum(
     products, residual, weights, out, columns,
     CHOSEN: tl.constexpr, WIDTH: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    _begin(NATIVE)
+    wait_and_launch(NATIVE)
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = n < columns

@@ -2,8 +2,8 @@
 """Triton kernels of FP8 products: e4m3 activations with their scales, the product of 128x128 blocks, and what
 follows a product.
 
-They compute what ops.fp8 and ops.weight define. Each lets the next kernel start, and starts, before the
-kernel before has ended (programmatic dependent launch).
+They compute what ops.fp8 and ops.weight define. All but the product let the next kernel start, and start,
+before the kernel before has ended (programmatic dependent launch).
 """
 
 from __future__ import annotations
@@ -14,23 +14,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashinfer_backend.core.tuned import BlockTile
 from flashinfer_backend.ops.fp8 import BLOCK, E4M3, LARGEST, SMALLEST_PEAK, padded
-from flashinfer_backend.ops.triton_prefetch import prefetch_rows
+from flashinfer_backend.ops.triton_prefetch import wait_and_launch
 
 NATIVE = True  # with what a GPU alone has, and Triton's interpreter does not know
-_PREFETCHED = tl.constexpr(65536)  # bytes of the weight, of a program
 
 _LARGEST, _SMALLEST_PEAK = tl.constexpr(LARGEST), tl.constexpr(SMALLEST_PEAK)
-
-
-@triton.jit
-def _begin(NATIVE: tl.constexpr):
-    if NATIVE:
-        gdc_launch_dependents()
-        gdc_wait()
 
 
 @triton.jit
@@ -50,7 +41,7 @@ def _quantise_rows(
     inside = k < K
     if norm_weight is not None:
         weight = tl.load(norm_weight + k, mask=inside, other=0.0).to(tl.float32)
-    _begin(True)
+    wait_and_launch(True)
     values = tl.load(x + row * K + k, mask=inside, other=0.0).to(tl.float32)
     if norm_weight is not None:
         values *= tl.rsqrt(tl.sum(values * values, axis=0) / K + eps)
@@ -96,7 +87,7 @@ def _finish(
     product, x_scales, scales, bias, residual, out, columns, plane,
     PARTS: tl.constexpr, GATED: tl.constexpr, WIDTH: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    _begin(NATIVE)
+    wait_and_launch(NATIVE)
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = n < columns
@@ -154,7 +145,7 @@ def _quantise_groups(
     k = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     if norm_weight is not None:
         weight = tl.load(norm_weight + k, mask=inside[:, None], other=0.0).to(tl.float32)
-    _begin(NATIVE)
+    wait_and_launch(NATIVE)
     # Not &, which in Triton's interpreter makes an int32 of a block and a scalar: no mask from 3.9 on.
     given = tl.where(row < tokens, inside, False)[:, None]
     values = tl.load(x + row * K + k, mask=given, other=0.0).to(tl.float32)
@@ -193,8 +184,7 @@ def quantise_groups(x: Tensor, norm: Norm | None = None, normed: Tensor | None =
 def _block_product(
     x, x_scales, weight, scales, out, tokens, x_rows,
     N: tl.constexpr, K: tl.constexpr, APART: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
-    GROUP: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, THREADS: tl.constexpr,
-    NATIVE: tl.constexpr,
+    GROUP: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # Token blocks of the same weights are neighbours, so that the weights come from L2 the second time. The
     # weights are the left operand: few tokens then do not waste the tensor cores' 64 rows.
@@ -207,11 +197,6 @@ def _block_product(
     inside, present = n < N, t < tokens
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
     SHARE: tl.constexpr = K // GROUP // SPLIT
-    if NATIVE and N % ROWS == 0:  # no memory behind the weight is touched
-        WHOLE: tl.constexpr = SHARE * GROUP
-        ROW_BYTES: tl.constexpr = _PREFETCHED // ROWS if _PREFETCHED // ROWS < WHOLE else WHOLE
-        prefetch_rows(weight, row, tl.program_id(1) * WHOLE, K, ROWS, ROW_BYTES, THREADS)
-    _begin(NATIVE)
     for i in tl.range(tl.program_id(1) * SHARE, (tl.program_id(1) + 1) * SHARE, num_stages=STAGES):
         block = tl.load(weight + n[:, None] * K + i * GROUP + k[None, :], mask=inside[:, None], other=0.0)
         x_block = tl.load(x + t[:, None] * K + i * GROUP + k[None, :], mask=present[:, None], other=0.0)
@@ -237,6 +222,6 @@ def block_product(
     _block_product[(triton.cdiv(rows, tile.rows) * triton.cdiv(tokens, tile.tile), split)](
         x, x_scales, weight, scales, out, tokens, len(x),
         N=rows, K=inner, APART=scales.stride(0), TOKENS=tile.tile, ROWS=tile.rows, GROUP=BLOCK, SPLIT=split,
-        STAGES=tile.stages, THREADS=32 * tile.warps, NATIVE=NATIVE, num_warps=tile.warps, launch_pdl=NATIVE,
+        STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     return out

@@ -173,9 +173,9 @@ def _product(
         if NATIVE and AHEAD and split == 0:
             _prefetch_up(up_adapters, distinct, row, rows, GATED, ROWS, RANK, CHUNK // STEP, THREADS)
     if NATIVE:
-        if EARLY:
-            gdc_launch_dependents()
         gdc_wait()
+        if EARLY:  # behind the wait: see wait_and_launch
+            gdc_launch_dependents()
     if inner is not None:
         mine = tl.load(places + t, mask=t < tokens, other=-1)
         if AHEAD:

@@ -1,10 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a Triton kernel brings to L2 before it waits for the previous one."""
+"""How a Triton kernel waits for the previous one, and what it brings to L2 before."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def wait_and_launch(NATIVE: tl.constexpr):
+    """Programmatic dependent launch: wait for the kernels before, then let the next one start. The other way
+    round, its programs would come while the kernel before this one still fills most SMs, and several of them
+    would share one of the few that have room: a step of 64 sequences of Qwen3.5-35B-A3B took 12.5 ms instead
+    of 12.1 (an H200, 2026-11-28)."""
+    if NATIVE:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit
