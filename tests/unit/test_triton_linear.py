@@ -123,7 +123,7 @@ def run(kind, tokens, tiling, rows, inner, gated, norm, bias, residual) -> None:
     elements, scales = fp8.quantise_rows(wide.bfloat16())  # of the norm
     by_row = exact if kind == "dense" else finished((elements.double() * scales) @ matrix)
     if blocks and before:
-        elements, scales = triton_fp8.quantise_groups(wide.bfloat16(), native=False)
+        elements, scales = triton_fp8.quantise_groups(wide.bfloat16())
     found = linear(
         elements[:tokens] if before else x,
         weight,
@@ -166,6 +166,9 @@ def test_products_in_the_interpreter():
 
 
 if __name__ == "__main__":
+    from flashinfer_backend.ops import triton_fp8
+
+    triton_fp8.NATIVE = False
     exact_conversions()
     for case in CASES:
         run_case(*case)
