@@ -55,8 +55,8 @@ class Tiling(_Data, frozen=True, omit_defaults=True):
     time; tokens is 1, or 16 or more. split: programs that share the inner dimension of one output block.
     stages, warps: depth of the load pipeline and warps per program. swap: the weights are the left
     operand, so that few tokens do not waste the tensor cores' 64 rows. prefetch: bytes of weights that a
-    program pulls into L2 before it waits for the previous kernel. early: let the next kernel start
-    (and prefetch) at once rather than when the product's loop is done, or with adapters most of it.
+    program pulls into L2 before it waits for the previous kernel. early: let the next kernel start (and
+    prefetch) right behind that wait rather than when the product's loop is done, or with adapters most of it.
     fuse_norm: a norm of x is part of the product; else it is a kernel of its own. quantise, of weights in
     e4m3: x comes in 16 bits, and its norm and its scales, computed for each block of `inner` columns, are
     part of the product; else they are a kernel of their own, as always where scales of x are stored.
