@@ -9,6 +9,7 @@ from typing import Any
 
 import tokenizers
 import torch
+import torch.nn.functional as F
 
 from checkpoints import make_model
 from flashinfer_backend.core.paths import resolve_model_dir
@@ -109,18 +110,19 @@ def harmony_model(folder: Path) -> Path:
     pairs = [[tokenizer.encode(text, add_special_tokens=False).ids for text in pair] for pair in texts]
     longest = max(len(prompt) + len(answer) for prompt, answer in pairs)
     ids = torch.zeros(len(pairs), longest, dtype=torch.int64)
-    labels = torch.full_like(ids, -100)
+    learnt = torch.zeros_like(ids, dtype=torch.bool)
     for row, (prompt, answer) in enumerate(pairs):
         ids[row, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
-        labels[row, len(prompt) : len(prompt) + len(answer)] = torch.tensor(answer)
+        learnt[row, len(prompt) : len(prompt) + len(answer)] = True
     end = tokenizer.token_to_id("<|return|>")
     model = make_model(
         "gpt-oss", vocab_size=tokenizer.get_vocab_size(), initializer_range=0.02, eos_token_id=end
     ).train()
-    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=8e-3, betas=(0.9, 0.9))
     for _ in range(200):
         optimizer.zero_grad()
-        loss = model(input_ids=ids, labels=labels).loss
+        hidden = model.model(input_ids=ids[:, :-1]).last_hidden_state
+        loss = F.cross_entropy(model.lm_head(hidden[learnt[:, 1:]]), ids[learnt])
         loss.backward()
         optimizer.step()
         if loss.item() < 0.02:
