@@ -3,9 +3,9 @@
 
     python -m perf_configs.read_trace FILE.json
 
-"span" is from the first kernel to the last, "busy" the part of it in which at least one kernel ran. A kernel
-that starts before the one before it has ended waits, which counts as its time. "busy ms" does not have that:
-it is the time from the end of all before it, and the sum of all is what is busy.
+"span" is from the first kernel to the last, "busy" the part of it in which at least one kernel ran. "ms" is
+the sum of a kernel's times, in which it may wait for the one before it. "busy ms" counts only what is behind
+the end of all earlier ones; the sum of all of these is "busy".
 """
 
 import json
@@ -70,11 +70,8 @@ def report(events: list[dict[str, Any]]) -> list[str]:
         lines.append(
             f"{added / 1e3:8.3f} {micros / 1e3:8.3f} {count:6.0f} {micros / count:8.1f}  {name[:90]}"
         )
-    rest = [sum(each) / 1e3 for each in zip(*(times for _, (_, *times) in ranked[TOP:]), strict=True)] or [
-        0,
-        0,
-    ]
-    lines.append(f"{rest[1]:8.3f} {rest[0]:8.3f}                 {max(0, len(ranked) - TOP)} others")
+    rest, added = (sum(each[place] for _, each in ranked[TOP:]) / 1e3 for place in (1, 2))
+    lines.append(f"{added:8.3f} {rest:8.3f}                 {max(0, len(ranked) - TOP)} others")
     widest = sorted(gaps.items(), key=lambda item: -item[1][1])[:GAPS]
     return lines + [
         f"{us / 1e3:8.3f} {'':8} {n:6.0f} {us / n:8.1f}  idle: {pair}" for pair, (n, us) in widest

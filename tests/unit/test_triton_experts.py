@@ -73,6 +73,25 @@ def check_routes(tokens: int, experts: int, chosen: int, renormalise: bool, skew
             check_tiles(tiles, expected.flatten().tolist())
 
 
+def check_failing_launch() -> None:
+    """A step that fails between the two kernels leaves nothing to the next one."""
+    from flashinfer_backend.ops import triton_experts
+
+    class Fails:
+        def __getitem__(self, grid):
+            raise RuntimeError("no launch")
+
+    place, logits = triton_experts._place, logits_of(20, 4, False)
+    triton_experts._place = Fails()
+    try:
+        triton_experts.route(logits, 2, True, 16)
+    except RuntimeError:
+        triton_experts._place = place
+    check_tiles(
+        triton_experts.route(logits, 2, True, 16), torch_ops.route(logits, 2, True)[0].flatten().tolist()
+    )
+
+
 def check_columns(tokens: int) -> None:
     """Logits can be the first columns of others."""
     from flashinfer_backend.ops import triton_experts
@@ -234,6 +253,7 @@ if __name__ == "__main__":
     check_padding()
     for tokens in (1, 21):
         check_router(tokens)
+    check_failing_launch()
     for tokens in (1, 4, 17):
         check_columns(tokens)
     for tokens in (4, 17):

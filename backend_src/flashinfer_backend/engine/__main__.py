@@ -3,7 +3,7 @@
 
 import gc
 
-gc.disable()  # nothing that imports make is garbage: collections would take a quarter of their time
+gc.disable()  # imports leave hardly any garbage: collecting it would take a quarter of their time
 
 import contextlib
 import faulthandler

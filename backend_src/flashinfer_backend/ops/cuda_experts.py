@@ -2,7 +2,8 @@
 """A mixture of experts on CUDA, as ops.torch_ops computes it, by Triton's kernels: weights of 16 bits, FP8 or
 MXFP4.
 
-In FP8 x is quantised before each of the two products, as the weights' format says. No call waits for the
+In FP8 x is quantised before each of the two products, as the weights' format says; with blocks of 128x128 the
+norm before the first one does that. No call waits for the
 device or depends on values there, so all of it can be captured.
 """
 
@@ -18,7 +19,9 @@ from flashinfer_backend.ops.triton_experts import Tiles
 from flashinfer_backend.ops.triton_fp8 import Quantised
 from flashinfer_backend.ops.weight import Fp8Block, Fp8Token, Weight
 
-# Up to which one kernel is faster than cuBLAS, which divides the inner dimension and adds the bias in others.
+# Beyond, cuBLAS computes the router's logits. Of fewer tokens it needs further kernels, which add up the
+# parts of a divided inner dimension and the bias. Of one token without a bias it is
+# faster by itself, but overlaps with no other kernel.
 ROUTED_TOKENS = 256
 
 
@@ -40,15 +43,15 @@ def experts_add(
     quantised: Quantised | None = None,
 ) -> Tensor:
     """residual (None: 0) plus each token's experts of normed[T, H], which logits[T, N] choose and weight:
-    residual[T, H] -> [T, H]. See ops.torch_ops.experts_add. residual is unchanged. quantised: normed, as
-    cuda_ops.norm_quantised has it."""
+    residual[T, H] -> [T, H]. See ops.torch_ops.experts_add. residual is unchanged. quantised: of
+    cuda_ops.norm_quantised, for a gate_up of blocks."""
     per_token, renormalise, clip, scaled_input, own, folded = mixture
     experts = folded[0] if folded else logits.shape[1]
     tile = choose(len(logits) * per_token // experts, triton_experts.scales_of(gate_up))
     tiles = triton_experts.route(logits, per_token, renormalise, tile.tokens, own, folded)
     if scaled_input:
         normed, quantised = normed * logits.amax(-1, keepdim=True).sigmoid().to(normed.dtype), None
-    gated = product_of(normed, gate_up, tiles, tile, True, clip, quantised)
+    gated = product_of(normed, gate_up, tiles, tile, gated=True, clip=clip, quantised=quantised)
     products = product_of(gated, down, tiles, tile, gated=False)
     return triton_experts.add_up(products, residual, len(logits), None if own is None else tiles.weights)
 
@@ -62,7 +65,7 @@ def product_of(
     clip: tuple[float, float] | None = None,
     quantised: Quantised | None = None,
 ) -> Tensor:
-    """triton_experts.product of x in 16 bits, which is quantised as the weight's format says. quantised: x
+    """triton_experts.product of x in 16 bits, which is quantised as the weight's format says. quantised: x,
     for a weight of blocks."""
     scales: Tensor | None = None
     pairs_a_row = tiles.weights.numel() // len(x)  # before rows are added to x

@@ -43,8 +43,9 @@ def product(
 ) -> Tensor:
     """x @ weight.T, with what is given: x normed first; bias[N] and residual[T, N] added; gated: silu of the
     first half of the columns times the second, [T, N / 2]. x[T, K] bfloat16, contiguous, T > 0. quantised: x
-    for a weight of blocks, with its norm. See the format's product.
+    without a norm, for a weight of blocks. See the format's product.
     """
+    assert quantised is None or norm is None
     format = weight.format
     by_blocks = isinstance(format, Fp8Block)
     parts = format.parts(weight) if isinstance(format, Fp8Static) else [(slice(None), None)]

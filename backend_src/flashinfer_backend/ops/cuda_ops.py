@@ -74,7 +74,7 @@ def norm_linears(
 def norm_quantised(
     x: Tensor, norm_weight: Tensor, eps: float, weights: Sequence[Weight]
 ) -> tuple[Tensor, Quantised | None]:
-    """rms_norm(x), and the same as weights of FP8 blocks take it, where there are some of these."""
+    """rms_norm(x) of contiguous x; where one of the weights is of FP8 blocks, also that quantised for it."""
     if not len(x) or not any(isinstance(weight.format, Fp8Block) for weight in weights):
         return rms_norm(x, norm_weight, eps), None
     normed = torch.empty_like(x)
@@ -130,7 +130,7 @@ def _product(
 ) -> Tensor:
     """x @ weight.T, with what is given: x normed first; a bias, a residual, which may be overwritten, and
     what the tokens' adapters add; gated: silu of the first half of the columns times the second. quantised:
-    of norm_quantised, whose norm x is."""
+    x, of norm_quantised; weights of FP8 blocks alone use it."""
     low = None if chosen is None else weight.adapters
     if low is not None and chosen is not None and not _part_of_product(weight, len(x), low):
         x = x if norm is None else rms_norm(x, *norm)

@@ -98,8 +98,7 @@ def norm_linears(
 def norm_quantised(
     x: Tensor, norm_weight: Tensor, eps: float, weights: Sequence[Weight]
 ) -> tuple[Tensor, None]:
-    """rms_norm(x), and what experts_add takes with it for these weights: nothing, where each format's
-    product quantises."""
+    """rms_norm(x), and None: in plain torch each product quantises its own input."""
     return rms_norm(x, norm_weight, eps), None
 
 

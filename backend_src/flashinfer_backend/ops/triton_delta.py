@@ -130,24 +130,24 @@ def _load_token(
     qkv, z, a, b, conv, inputs, start, token, place, qc, kc, vc, head, x_stride, z_stride, a_stride, b_stride,
     WIDTH: tl.constexpr, TAPS: tl.constexpr, LENGTH: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    # All that a token of the row that begins at `start` needs, as it lies in memory.
+    # All that a token of the row that begins at `start` needs, as it lies in memory; and its own q, k and v.
     p = place + (token - start).to(tl.int32)
     x, gates = qkv + token * x_stride, z + token * z_stride + head * vc.shape[0] + tl.arange(0, vc.shape[0])
-    return (
+    needed = (
         _taps(qkv, inputs, conv, qc, start, p, place, x_stride, 0, WIDTH, TAPS, LENGTH, KEPT),
         _taps(qkv, inputs, conv, kc, start, p, place, x_stride, 0, WIDTH, TAPS, LENGTH, KEPT),
         _taps(qkv, inputs, conv, vc, start, p, place, x_stride, 1, WIDTH, TAPS, LENGTH, KEPT),
         tl.load(a + token * a_stride + head),
         tl.load(b + token * b_stride + head),
         tl.load(gates),
-        (tl.load(x + qc), tl.load(x + kc), tl.load(x + vc)),
     )
+    return needed, (tl.load(x + qc), tl.load(x + kc), tl.load(x + vc))
 
 
 @triton.jit
-def _answer(state, loaded, log, bias, weight, eps, dtype):
+def _answer(state, needed, log, bias, weight, eps, dtype):
     # The state behind a token of _load_token, and the layer's output for it, normed with `weight`.
-    q, k, v, own_a, own_b, gate, _ = loaded
+    q, k, v, own_a, own_b, gate = needed
     decay, beta = _decay_and_beta(own_a, own_b, log, bias)
     v = _convolved(v[0], v[1], v[2], 1)
     q, k = _unit(_convolved(q[0], q[1], q[2], 0), _convolved(k[0], k[1], k[2], 0))
@@ -157,9 +157,9 @@ def _answer(state, loaded, log, bias, weight, eps, dtype):
 
 
 @triton.jit
-def _keep_token(target, loaded, qc, kc, vc, head, SHARE: tl.constexpr):
+def _keep_token(target, raw, qc, kc, vc, head, SHARE: tl.constexpr):
     # What a token of _load_token leaves for the convolution of the next ones.
-    q, k, v = loaded[6]
+    q, k, v = raw
     if head % SHARE == 0:
         tl.store(target + qc, q)
         tl.store(target + kc, k)
@@ -210,28 +210,29 @@ def _decode_rows(
             tl.store(cells, state)
         weight = tl.load(norm + value)
         for token in range(start, end):
-            loaded = _load_token(
+            needed, raw = _load_token(
                 qkv, z, a, b, conv, inputs, start, token, place, qc, kc, vc, head,
                 x_stride, z_stride, a_stride, b_stride, WIDTH, TAPS, LENGTH, KEPT,
             )  # fmt: skip
-            state, result = _answer(state, loaded, log, bias, weight, eps, out.dtype.element_ty)
+            state, result = _answer(state, needed, log, bias, weight, eps, out.dtype.element_ty)
             tl.store(out + token * (HEADS * DV), result)
             target = inputs + (place + (token - start).to(tl.int32)) % LENGTH * KEPT
-            _keep_token(target, loaded, qc, kc, vc, head, SHARE)
-            tl.store(target + C + head, loaded[3])
-            tl.store(target + C + HEADS + head, loaded[4])
+            _keep_token(target, raw, qc, kc, vc, head, SHARE)
+            _, _, _, own_a, own_b, _ = needed
+            tl.store(target + C + head, own_a)
+            tl.store(target + C + HEADS + head, own_b)
     else:
-        # The state comes last of all that is loaded: what comes behind it would wait behind it.
-        loaded = _load_token(
+        # What is computed first is loaded before the state, behind which it would wait.
+        needed, raw = _load_token(
             qkv, z, a, b, conv, inputs, start, start, place, qc, kc, vc, head,
             x_stride, z_stride, a_stride, b_stride, WIDTH, TAPS, LENGTH, KEPT,
         )  # fmt: skip
         state = tl.load(cells, mask=(key >= 0)[:, None] & (place > 0), other=0.0)
         weight = tl.load(norm + value)
-        state, result = _answer(state, loaded, log, bias, weight, eps, out.dtype.element_ty)
+        state, result = _answer(state, needed, log, bias, weight, eps, out.dtype.element_ty)
         tl.store(cells, state)
         tl.store(out + start * (HEADS * DV), result)
-        _keep_token(inputs + place % LENGTH * KEPT, loaded, qc, kc, vc, head, SHARE)
+        _keep_token(inputs + place % LENGTH * KEPT, raw, qc, kc, vc, head, SHARE)
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["slots", "starts", "first"])

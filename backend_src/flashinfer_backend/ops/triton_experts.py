@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels of a mixture of experts: which experts a token has, their products, and the weighted sum.
+"""Triton kernels of a mixture of experts: the router, which experts a token has, their products, and the
+weighted sum.
 
 A pair is a token and one of its k experts; pair p is of token p // k. The last of them can be folded ones,
 which all tokens have. Pairs of the same expert are brought together in tiles, so that a program multiplies
@@ -28,7 +29,7 @@ from flashinfer_backend.ops.weight import Int4, Mxfp4, Weight
 NATIVE = True  # with what a GPU alone has, and Triton's interpreter does not know
 FEW_TOKENS = 16  # up to which one program chooses and places; no tile has fewer
 PLACED = 16  # pairs that a program places
-_ROUTED = 16  # experts whose logits a program computes
+_ROUTER_ROWS = 16  # of a program
 SUMMED = 1024  # columns that a program sums
 _MIDDLE = tl.constexpr(int4.MIDDLE)
 NEIGHBOURS = 8  # tiles whose programs are launched together for each block of weight rows
@@ -55,12 +56,12 @@ def _router(
 
 
 def router_logits(x: Tensor, router: Weight) -> Tensor:
-    """x[T, H] @ router[N, H].T, and its bias -> float32 [T, N]."""
+    """x[T, H], contiguous, @ router[N, H].T, and its bias -> float32 [T, N]."""
     (tokens, inner), rows = x.shape, len(router.data)
     logits = torch.empty(tokens, rows, dtype=torch.float32, device=x.device)
-    _router[(triton.cdiv(tokens, FEW_TOKENS), triton.cdiv(rows, _ROUTED))](
+    _router[(triton.cdiv(tokens, FEW_TOKENS), triton.cdiv(rows, _ROUTER_ROWS))](
         x, router.data, router.bias, logits, tokens,
-        N=rows, K=inner, TOKENS=FEW_TOKENS, ROWS=_ROUTED, INNER=256, STAGES=6, NATIVE=NATIVE,
+        N=rows, K=inner, TOKENS=FEW_TOKENS, ROWS=_ROUTER_ROWS, INNER=256, STAGES=6, NATIVE=NATIVE,
         num_warps=4, launch_pdl=NATIVE,
     )  # fmt: skip
     return logits
@@ -223,7 +224,8 @@ def most_tiles(pairs: int, experts: int, tokens: int) -> int:
 
 @functools.cache
 def _counts(where: torch.device, experts: int) -> Tensor:
-    """What _route counts in, zeros between two steps. Kernels of one stream take turns with it."""
+    """Pairs of each expert, and how many programs of _place have read these: zeros between _place and the
+    next _route. Kernels of one stream take turns with it. Engines route tokens before they capture graphs."""
     return torch.zeros(experts + 1, dtype=torch.int32, device=where)
 
 
@@ -273,14 +275,18 @@ def route(
         return found
     counts = _counts(where, of_all)
     chosen, places = words(tokens, each), words(tokens, each)
-    _route[(tokens,)](
-        logits, chosen, weights, places, counts, tokens, **routing, num_warps=1, launch_pdl=NATIVE
-    )
-    _place[(triton.cdiv(max(chosen.numel(), tiles), PLACED),)](
-        chosen, places, counts, found.order, found.experts, found.filled, chosen.numel(), tiles,
-        E=of_all, CHOSEN=experts_per_token, FOLDED=further, WIDTH=routing["WIDTH"], TOKENS=tile_tokens,
-        PAIRS=PLACED, FIRST=first, OWN=count, NATIVE=NATIVE, num_warps=4, launch_pdl=NATIVE,
-    )  # fmt: skip
+    try:
+        _route[(tokens,)](
+            logits, chosen, weights, places, counts, tokens, **routing, num_warps=1, launch_pdl=NATIVE
+        )
+        _place[(triton.cdiv(max(chosen.numel(), tiles), PLACED),)](
+            chosen, places, counts, found.order, found.experts, found.filled, chosen.numel(), tiles,
+            E=of_all, CHOSEN=experts_per_token, FOLDED=further, WIDTH=routing["WIDTH"], TOKENS=tile_tokens,
+            PAIRS=PLACED, FIRST=first, OWN=count, NATIVE=NATIVE, num_warps=4, launch_pdl=NATIVE,
+        )  # fmt: skip
+    except BaseException:
+        counts.zero_()  # the engine goes on with other requests
+        raise
     return found
 
 

@@ -34,14 +34,14 @@ def to_e4m3(x, scale):
 @triton.jit
 def _quantise_rows(
     x, norm_weight, elements, scales, static, eps,
-    K: tl.constexpr, WIDTH: tl.constexpr, STATIC: tl.constexpr,
+    K: tl.constexpr, WIDTH: tl.constexpr, STATIC: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, WIDTH)
     inside = k < K
     if norm_weight is not None:
         weight = tl.load(norm_weight + k, mask=inside, other=0.0).to(tl.float32)
-    wait_and_launch(True)
+    wait_and_launch(NATIVE)
     values = tl.load(x + row * K + k, mask=inside, other=0.0).to(tl.float32)
     if norm_weight is not None:
         values *= tl.rsqrt(tl.sum(values * values, axis=0) / K + eps)
@@ -68,8 +68,8 @@ def quantise_rows(x: Tensor, static: float | None = None, norm: Norm | None = No
     width = triton.next_power_of_2(inner)
     _quantise_rows[(tokens,)](
         x, norm.weight if norm else None, elements, scales, static or 0.0, norm.eps if norm else 0.0,
-        K=inner, WIDTH=width, STATIC=static is not None, num_warps=min(max(width // 1024, 1), 16),
-        launch_pdl=True,
+        K=inner, WIDTH=width, STATIC=static is not None, NATIVE=NATIVE,
+        num_warps=min(max(width // 1024, 1), 16), launch_pdl=NATIVE,
     )  # fmt: skip
     return elements, scales
 
@@ -167,6 +167,7 @@ def quantise_groups(x: Tensor, norm: Norm | None = None, normed: Tensor | None =
     """ops.fp8.quantise_groups of x[T, K], or of its norm, with rows of zeros up to a multiple of 4, R:
     -> e4m3 [R, K], float32 [R, K / 128], column after column (strides 1, R). K a multiple of 128. The norm
     itself is written to `normed` [T, K] when given."""
+    assert normed is None or norm
     tokens, inner = x.shape
     rows = padded(tokens)
     elements = torch.empty(rows, inner, dtype=E4M3, device=x.device)

@@ -10,10 +10,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def wait_and_launch(NATIVE: tl.constexpr):
-    """Programmatic dependent launch: wait for the kernels before, then let the next one start. The other way
-    round, its programs would come while the kernel before this one still fills most SMs, and several of them
-    would share one of the few that have room: a step of 64 sequences of Qwen3.5-35B-A3B took 12.5 ms instead
-    of 12.1 (an H200, 2026-11-28)."""
+    """Programmatic dependent launch: wait for the kernels before, then let the next one start. If it started
+    first, its programs would crowd on the few SMs that the kernel before this one leaves free: a step of 64
+    sequences of Qwen3.5-35B-A3B took 12.5 ms instead of 12.1 (an H200, 2026-11-28)."""
     if NATIVE:
         gdc_wait()
         gdc_launch_dependents()

@@ -7,7 +7,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, libdevice
+from triton.language.extra.cuda import libdevice
+
+from flashinfer_backend.ops.triton_prefetch import wait_and_launch
 
 _BLOCK = 4096
 
@@ -32,8 +34,7 @@ def _block_best(
     block = tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab
-    gdc_wait()
-    gdc_launch_dependents()
+    wait_and_launch(True)
     score = tl.load(logits + row * stride + token, mask=inside, other=float("-inf")).to(tl.float32)
     heat = tl.load(temperature + row)
     if heat > 0:
@@ -60,8 +61,7 @@ def _row_best(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, PADDED)
-    gdc_wait()
-    gdc_launch_dependents()
+    wait_and_launch(True)
     score = tl.load(best_score + row * BLOCKS + block, mask=block < BLOCKS, other=float("-inf"))
     index = tl.argmax(score, axis=0, tie_break_left=True)
     token = tl.load(best_id + row * BLOCKS + index)
