@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from test_engine import SETTINGS, SIZES
 from test_fp8 import SETTINGS as SMALL
 from test_fp8 import assert_close
+from test_triton_experts import check_tiles
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -98,20 +99,43 @@ def test_products(shape, format, clip):
     for tokens in TOKENS:
         x = torch.randn(tokens, hidden, device="cuda").bfloat16()
         residual = torch.randn(tokens, hidden, device="cuda").bfloat16() if tokens != 7 else None
-        normed = cuda_ops.rms_norm(x, norm, 1e-5)
+        normed, quantised = cuda_ops.norm_quantised(x, norm, 1e-5, (gate_up,))
+        assert (quantised is not None) == (format == "fp8_block")
+        torch.testing.assert_close(normed, cuda_ops.rms_norm(x, norm, 1e-5), rtol=1e-2, atol=0)
         logits = normed.float() @ router.data.float().t()
         logits = logits if router.bias is None else logits + router.bias
         chosen, weights = torch_ops.route(logits, per_token, tokens != 64)
         expected = by_formats(normed, chosen, weights, gate_up, down, experts, clip)
         expected = expected if residual is None else expected + residual
         mixture = Mixture(per_token, tokens != 64, clip)
-        found = cuda_ops.experts_add(
-            normed, cuda_ops.router_logits(normed, router), gate_up, down, mixture, residual
-        )
+        own_logits = cuda_ops.router_logits(normed, router)
+        found = cuda_ops.experts_add(normed, own_logits, gate_up, down, mixture, residual, quantised)
         # The order of float32's additions decides between experts that a token wants nearly as much.
         error = (found.float() - expected).norm(dim=1) / expected.norm(dim=1)
         wrong = int((error > BOUND[format]).sum())
         assert wrong <= tokens // 100, f"{tokens} tokens: {wrong} differ, by up to {error.max():.2e}"
+
+
+def test_routes_in_a_graph():
+    """What one counts in is as the next one, and the next replay, need it."""
+    from flashinfer_backend.ops import triton_experts
+
+    logits = torch.randn(64, 32, device="cuda")
+
+    def routes() -> list[triton_experts.Tiles]:
+        return [triton_experts.route(logits, per_token, True, 16) for per_token in (4, 2)]
+
+    routes()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = routes()
+    for _ in range(3):
+        logits.normal_()
+        graph.replay()
+        for tiles, per_token in zip(found, (4, 2), strict=True):
+            chosen, weights = torch_ops.route(logits, per_token, True)
+            torch.testing.assert_close(tiles.weights, weights)
+            check_tiles(tiles, chosen.flatten().tolist())
 
 
 @pytest.mark.parametrize("format", FORMATS)
