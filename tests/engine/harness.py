@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real engine in a thread, spoken to over its real socket."""
 
+import functools
+import json
 import os
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,8 +15,10 @@ from typing import Any
 
 import numpy as np
 import zmq
+from safetensors.torch import load_file, save_file
 
 from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.engine.loop import EngineLoop
 from flashinfer_backend.engine.start import Core, start
@@ -163,6 +169,24 @@ def serve(core: Core, run_dir: Path) -> Iterator[Client]:
     assert all(pool.available == pool.num_blocks and not pool.committed for pool in pools), "blocks leaked"
     assert table.free == core.config.max_num_seqs, "slots leaked"
     assert core.scheduler.reserved_blocks == 0, "reservations leaked"
+
+
+@functools.cache
+def _shallow() -> tempfile.TemporaryDirectory[str]:
+    made = tempfile.TemporaryDirectory(prefix="shallow-")
+    folder = Path(made.name)
+    shutil.copytree(resolve_model_dir("bundled"), folder, dirs_exist_ok=True)
+    config, weights = folder / "config.json", folder / "model.safetensors"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 2}))
+    dropped = ("model.layers.2.", "model.layers.3.")
+    kept = {name: tensor for name, tensor in load_file(weights).items() if not name.startswith(dropped)}
+    save_file(kept, weights, metadata={"format": "pt"})
+    return made
+
+
+def shallow_model() -> Path:
+    """The bundled model with two of its four layers, which takes half the time: for tests of any text."""
+    return Path(_shallow().name)
 
 
 def start_core(

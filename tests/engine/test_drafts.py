@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from checkpoints import make_checkpoint
-from engine.harness import serve, start_core
+from engine.harness import serve, shallow_model, start_core
 from engine.test_graph_steps import replayed
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.core.step import TOP_LOGPROBS
@@ -75,11 +75,11 @@ def answers(
     params: list[SamplingParams],
     graphs: bool = False,
     offers: Any = None,
-    folder: Path = Path("bundled"),
+    folder: Path | None = None,
     **settings: Any,
 ) -> tuple[list[Any], list[Any], Any, Any]:
     """offers: in place of DraftPace's."""
-    core = start_core(folder, check_invariants=True, tokens_per_block=16, **settings)
+    core = start_core(folder or shallow_model(), check_invariants=True, tokens_per_block=16, **settings)
     if offers is not None:
         core.scheduler._pace.offers = offers
     capture = replayed(core.runner) if graphs else None
@@ -301,7 +301,7 @@ def _logged(params: list[SamplingParams]) -> list[SamplingParams]:
 
 def test_drafts_are_refused_where_they_cannot_be_checked():
     with pytest.raises(ValueError, match="tensor_parallel_size should be 1"):
-        start_core(Path("bundled"), proposer=Replay(2, 0.0), tensor_parallel_size=2)
+        start_core(shallow_model(), proposer=Replay(2, 0.0), tensor_parallel_size=2)
 
 
 def test_tokens_before_one_that_nothing_is_left_for_are_sent(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.harness import serve, start_core
+from engine.harness import serve, shallow_model, start_core
 from engine.ranks_in_threads import start_ranks
 from flashinfer_backend.attention import prefixes as attention_prefixes
 from flashinfer_backend.attention import split
@@ -184,7 +184,7 @@ def test_steps_of_graphs_give_the_tokens_of_steps_without(blocks: int, tmp_path:
     produced = []
     for name in ("eager", "graphs"):
         core = start_core(
-            Path("bundled"), tokens_per_block=16, max_num_seqs=8, max_tokens_in_paged_kv_cache=blocks
+            shallow_model(), tokens_per_block=16, max_num_seqs=8, max_tokens_in_paged_kv_cache=blocks
         )
         if name == "graphs":
             capture = replayed(core.runner)
@@ -197,7 +197,7 @@ def test_steps_of_graphs_give_the_tokens_of_steps_without(blocks: int, tmp_path:
 
 def test_steps_are_timed_behind_a_context(monkeypatch: Any) -> None:
     options = {"speculative_method": "ngram", "max_draft_len": 3, "max_seq_len": 1024, "tokens_per_block": 16}
-    core = start_core(Path("bundled"), **options)
+    core = start_core(shallow_model(), **options)
     replayed(core.runner)
     lengths, seen = core.runner.state.lengths, []
 
@@ -234,11 +234,11 @@ def test_rows_that_share_prefixes_read_them_once(ranks: int, tmp_path: Path, mon
 
     for once in (False, True):
         if not once:
-            core = start_core(Path("bundled"), **settings)
+            core = start_core(shallow_model(), **settings)
         elif ranks == 1:
-            replace((core := start_core(Path("bundled"), **settings)).runner)
+            replace((core := start_core(shallow_model(), **settings)).runner)
         else:
-            core = start_ranks(Path("bundled"), ranks, monkeypatch, replace, **settings)
+            core = start_ranks(shallow_model(), ranks, monkeypatch, replace, **settings)
         with serve(core, tmp_path / str(once)) as client:
             produced.append(client.generate(prompts, params))
             shared = [client.submit(prompts[0], each) for each in params[:1]]
@@ -260,7 +260,7 @@ def test_ranks_replay_the_same_and_one_of_them_keeps_logits(tmp_path: Path, monk
         graphs[runner.state.model.spec.shard.rank] = replayed(runner), runner.graphs
 
     produced = []
-    for core in (start_core(Path("bundled")), start_ranks(Path("bundled"), 2, monkeypatch, replace)):
+    for core in (start_core(shallow_model()), start_ranks(shallow_model(), 2, monkeypatch, replace)):
         with serve(core, tmp_path / str(len(produced))) as client:
             produced.append(client.generate(prompts, params))
         core.close()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.harness import Client, serve, start_core
+from engine.harness import Client, serve, shallow_model, start_core
 from engine.ranks_in_threads import start_ranks
 from flashinfer_backend.core.sampling_params import SamplingParams
 
@@ -58,17 +58,17 @@ def run(core: Any, tmp_path: Path) -> tuple[list[list[int]], Any]:
 )
 def test_answers_stay_the_same(settings: dict[str, Any], tmp_path: Path) -> None:
     options = {"max_num_seqs": 4, "check_invariants": True, "max_seq_len": 256, **settings}
-    expected, plain = run(start_core(Path("bundled"), **options), tmp_path / "without")
-    found, drafted = run(start_core(Path("bundled"), **options, **NGRAM), tmp_path / "with")
+    expected, plain = run(start_core(shallow_model(), **options), tmp_path / "without")
+    found, drafted = run(start_core(shallow_model(), **options, **NGRAM), tmp_path / "with")
     assert found == expected
     assert plain.drafted_tokens == 0 < drafted.accepted_tokens < drafted.drafted_tokens
     assert "max_num_tokens" not in settings or drafted.preemptions
 
 
 def test_requests_can_switch_drafts_off(tmp_path: Path) -> None:
-    expected, _ = run(start_core(Path("bundled"), max_num_seqs=4), tmp_path / "without")
+    expected, _ = run(start_core(shallow_model(), max_num_seqs=4), tmp_path / "without")
     off = [params.speculative_decoding for params in parameters(every_other=True)]
-    core = start_core(Path("bundled"), max_num_seqs=4, check_invariants=True, **NGRAM)
+    core = start_core(shallow_model(), max_num_seqs=4, check_invariants=True, **NGRAM)
     with serve(core, tmp_path / "with") as client:
         assert client.generate(PROMPTS, parameters(every_other=True)) == expected[: len(PROMPTS)]
         assert [bool(perf.drafted_tokens) for perf in ends(client)] == off
@@ -78,7 +78,7 @@ def test_requests_can_switch_drafts_off(tmp_path: Path) -> None:
 def test_a_least_length_keeps_no_drafts_away(tmp_path: Path) -> None:
     """As `client bench` asks for a number of tokens: by an end id that no token has; and with one that is a
     token's."""
-    core = start_core(Path("bundled"), max_num_seqs=4, check_invariants=True, **NGRAM)
+    core = start_core(shallow_model(), max_num_seqs=4, check_invariants=True, **NGRAM)
     asked = {"max_tokens": 60, "min_tokens": 60, "perf_metrics": True}
     params = [SamplingParams(**asked, end_id=end_id) for end_id in (1 << 20, 1)]
     with serve(core, tmp_path) as client:
@@ -88,8 +88,8 @@ def test_a_least_length_keeps_no_drafts_away(tmp_path: Path) -> None:
 
 
 def test_ranks_draft_the_same(tmp_path: Path, monkeypatch: Any) -> None:
-    expected, _ = run(start_core(Path("bundled"), max_num_seqs=4), tmp_path / "without")
-    core = start_ranks(Path("bundled"), 2, monkeypatch, max_num_seqs=4, **NGRAM)
+    expected, _ = run(start_core(shallow_model(), max_num_seqs=4), tmp_path / "without")
+    core = start_ranks(shallow_model(), 2, monkeypatch, max_num_seqs=4, **NGRAM)
     found, drafted = run(core, tmp_path / "with")
     assert found == expected
     assert drafted.accepted_tokens

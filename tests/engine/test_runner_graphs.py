@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from checkpoints import make_checkpoint
-from engine.harness import serve, start_core
+from engine.harness import serve, shallow_model, start_core
 from engine.test_adapters import MODULES, make_adapter
 from engine.test_graph_steps import PROMPTS, ItemAttention
 from flashinfer_backend.attention import split
@@ -18,7 +18,6 @@ from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.contract import Captured, Prepared, StepShape
 from flashinfer_backend.attention.grouped import GroupAttention, GroupedAttention
 from flashinfer_backend.attention.torch_paged import TorchPagedAttention
-from flashinfer_backend.core.paths import BUNDLED, resolve_model_dir
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.core.step import StepPlan
 from flashinfer_backend.scheduler import scheduler
@@ -133,8 +132,8 @@ def test_a_runner_with_graphs_gives_the_tokens_of_one_without(
     too."""
     windows, options = feature == "windows", {}
     captures = replay_graphs(monkeypatch)
-    params = [SamplingParams(max_tokens=20 + 4 * i, temperature=0.7 * (i % 2), seed=i) for i in range(12)]
-    folder, produced = Path("bundled"), []
+    params = [SamplingParams(max_tokens=12 + 3 * i, temperature=0.7 * (i % 2), seed=i) for i in range(12)]
+    folder, produced = shallow_model(), []
     if windows:
         kinds = ["sliding_attention", "full_attention"]
         changes = {"use_sliding_window": True, "sliding_window": 21, "layer_types": kinds}
@@ -152,7 +151,7 @@ def test_a_runner_with_graphs_gives_the_tokens_of_one_without(
         options = {"max_loras": 2, "max_lora_rank": 8}
         for seed in range(2):
             form = {"r": 4 + seed, "lora_alpha": 64, "target_modules": MODULES}
-            adapter = make_adapter(resolve_model_dir(BUNDLED), tmp_path / str(seed), form, seed)
+            adapter = make_adapter(folder, tmp_path / str(seed), form, seed)
             for each in params[seed::3]:
                 each.adapter = str(adapter)
     for name in ("without", "graphs"):
@@ -199,7 +198,7 @@ def test_steps_with_prompts_and_states_in_graphs(drafts: int, tmp_path: Path, mo
     if drafts:
         options |= {"speculative_method": "ngram", "max_draft_len": drafts, "min_matching_ngram_size": 1}
     params = [
-        SamplingParams(max_tokens=12 + 4 * i, temperature=0.7 * (i % 4 == 1), seed=i, end_id=-1)
+        SamplingParams(max_tokens=12 + 2 * i, temperature=0.7 * (i % 4 == 1), seed=i, end_id=-1)
         for i in range(8)
     ]
     prompts = [2 * prompt[:14] for prompt in PROMPTS[:8]]
@@ -242,7 +241,7 @@ def test_decode_rows_beside_prompts_read_shared_prefixes_once(tmp_path: Path, mo
     produced = []
     for name in ("without", "graphs"):
         core = start_core(
-            Path("bundled"), tokens_per_block=16, max_num_seqs=8, read_shared_prefixes_once=True
+            shallow_model(), tokens_per_block=16, max_num_seqs=8, read_shared_prefixes_once=True
         )
         if name == "graphs":
             (attention,) = graphed(core.runner.state)

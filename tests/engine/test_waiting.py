@@ -3,13 +3,12 @@
 
 import gc
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from engine.harness import start_core
+from engine.harness import shallow_model, start_core
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.engine import admission
 from flashinfer_backend.engine.loop import EngineLoop
@@ -43,7 +42,7 @@ class Engine:
 
     def __init__(self, **settings: object) -> None:
         self.socket = Recorder()
-        self.loop = EngineLoop(start_core(Path("bundled"), **settings), self.socket)  # type: ignore[arg-type]
+        self.loop = EngineLoop(start_core(shallow_model(), **settings), self.socket)  # type: ignore[arg-type]
 
     def submit(
         self, local_id: int, max_tokens: int, prompt_tokens: int = 8, share_with: int = 0, **more: Any
