@@ -31,7 +31,7 @@ def test_every_harm_is_survived(tmp_path: Path) -> None:
             """Nobody else is harmed, and the server is the same."""
             (before,) = server.matching(PARTS["tritonserver"])
             counted = {name: count for name, count in attack.outcomes.items() if not name.endswith("whole")}
-            name = attack.hold(150)
+            name = attack.hold(90)
             assert server.matching(PARTS["tritonserver"]) == [before]
             assert counted == {n: c for n, c in attack.outcomes.items() if not n.endswith("whole")}, counted
             wait_for(lambda: "connections that were silent" in server.log, "serve to say so")

@@ -129,7 +129,7 @@ def test_whatever_dies_is_replaced_and_the_engine_stays(harmed: Server) -> None:
 
 def test_postprocessing_that_is_stopped_for_good_does_not_stop_the_service(harmed: Server) -> None:
     before = times_ready_again(harmed)
-    streams = Streams(harmed, 12)
+    streams = Streams(harmed, 12, max_tokens=400)
     for victim in harmed.matching("/postprocessing/1/"):
         victim.suspend()
     wait_for(lambda: "has been stopped for" in harmed.log, "serve to notice")
