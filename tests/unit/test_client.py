@@ -95,7 +95,7 @@ def test_failures_are_reported_and_leave_the_others_alone(server, backend):
 def test_unreachable_server_and_time_limit(server):
     unreachable = run_load(Load("triton", "http://127.0.0.1:9", workers=1), [Prompt("a", 1, 2)])
     assert "connection failed" in unreachable.records[0].error
-    late = send(server, "triton", ["plain", "slow", "plain", "plain"], max_concurrency=1, time_limit=1.0)
+    late = send(server, "triton", ["plain", "slow", "plain", "plain"], max_concurrency=1, time_limit=2.5)
     errors = [r.error for r in late.records]
     assert errors == [None, "not finished within the time limit", *["not sent within the time limit"] * 2]
 
