@@ -4,8 +4,8 @@
     python -m perf_configs.profile_steps --model DIR [--load-format dummy] [--steps 1024/0,64/200]
         [--context 300] [--set kv_cache_dtype=fp8_e4m3] [--out FILE.txt]
 
-Steps are launched ahead, as in serving. "span" is from a step's first kernel to its last, "busy" the part of
-it in which at least one kernel ran; the profiler itself slows steps of many short kernels by some percent.
+Steps are launched ahead, as in serving. What is printed of each is as perf_configs.read_trace says; the
+profiler itself slows steps of many short kernels by some percent.
 """
 
 import re

@@ -116,8 +116,8 @@ class Layer(nn.Module):
     def _mlp(self, hidden: Tensor, residual: Tensor | None, chosen: Chosen | None = None) -> Tensor:
         mlp, ops = self.spec.mlp, self.ops
         if isinstance(mlp, Experts):
-            takes = () if mlp.scaled_input else (self.gate_up,)
-            normed, quantised = ops.norm_quantised(hidden, self.post_norm, self.eps, takes)
+            direct = () if mlp.scaled_input else (self.gate_up,)  # else its input is scaled behind the norm
+            normed, quantised = ops.norm_quantised(hidden, self.post_norm, self.eps, direct)
             logits, residual = ops.router_logits(normed, self.router), self._of_one_rank(residual)
             if mlp.folded is None:
                 logits, gate = logits[:, : mlp.count], logits[:, mlp.count : mlp.count + 1]

@@ -3,8 +3,8 @@
 MXFP4.
 
 In FP8 x is quantised before each of the two products, as the weights' format says; with blocks of 128x128 the
-norm before the first one does that. No call waits for the
-device or depends on values there, so all of it can be captured.
+norm before the first one does that. No call waits for the device or depends on values there, so all of it can
+be captured.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from flashinfer_backend.ops.triton_fp8 import Quantised
 from flashinfer_backend.ops.weight import Fp8Block, Fp8Token, Weight
 
 # Beyond, cuBLAS computes the router's logits. Of fewer tokens it needs further kernels, which add up the
-# parts of a divided inner dimension and the bias. Of one token without a bias it is
-# faster by itself, but overlaps with no other kernel.
+# parts of a divided inner dimension and the bias. For one token without a bias it is faster by itself, but
+# overlaps with no other kernel.
 ROUTED_TOKENS = 256
 
 
