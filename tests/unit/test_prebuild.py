@@ -10,7 +10,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +30,7 @@ needs_ninja = pytest.mark.skipif(not NINJA, reason="needs ninja")
 
 
 def kinds(capability=(9, 0), dtype=torch.bfloat16, model=MODEL, **knobs):
-    return set(prebuild.needed(model, EngineConfig(model_dir="", **knobs), dtype, capability))
+    return prebuild.needed(model, EngineConfig(model_dir="", **knobs), dtype, capability)
 
 
 def test_modules_follow_from_checkpoint_knobs_and_gpu():
@@ -58,12 +57,7 @@ def test_a_head_may_need_what_its_target_does_not():
     found = prebuild.needed_by([experts, MODEL], EngineConfig(model_dir=""), torch.bfloat16, (9, 0))
     assert set(found) == kinds(model=experts) | {"silu", "gated_linear"}
     assert found["silu"] is MODEL and found["fa3"] is experts
-    assert next(iter(found)) == "fa3"
-
-
-def test_long_modules_come_first():
-    order = prebuild.needed(MODEL, EngineConfig(model_dir=""), torch.bfloat16, (9, 0))
-    assert order[0] == "fa3" and order[-1] == "silu"
+    assert list(found) == ["fa3", "sampling", "gated_linear", "norm", "fa2", "silu"], "long ones begin first"
 
 
 def test_windows_and_soft_caps_have_modules_of_their_own():
@@ -112,22 +106,10 @@ def test_the_kernel_of_4_bits_is_compiled_for_the_checkpoints_groups(format, nam
     assert named in found.name and "nv_half" in found.name
 
 
-def test_estimate_follows_from_how_fast_files_come():
-    estimate = prebuild.Estimate([40, 10, 10, 10, 10], jobs=2)  # ends expected after 10, 20, 30, 40, 40 s
-    assert estimate.remaining(0) == 40
-    assert estimate.remaining(5) == 35
-    assert estimate.remaining(20) == 60  # the first took twice its time, and is not here yet
-    estimate.finish(1, 20)
-    assert estimate.remaining(20) == 60
-    estimate.finish(4, 80)
-    assert estimate.remaining(80) == 0
-    estimate.finish(5, 90)
-    assert estimate.remaining(90) == 0
-
-
 @pytest.fixture
 def small_build(tmp_path):
-    """A ninja file of two "modules" whose compiler is a shell script, and the command that runs it."""
+    """A ninja file of a "module" of two files whose compiler is a shell script, and the command that runs
+    it."""
     (tmp_path / "one.cu").write_text("good")
     (tmp_path / "two.cu").write_text("good")
     (tmp_path / "compile").write_text(
@@ -138,23 +120,22 @@ def small_build(tmp_path):
         "  command = sh compile -c $in -o $out",
         "build one/a.o: cc one.cu",
         "build two/b.o: cc two.cu",
+        "rule ld",
+        "  command = cat $in > $out",
+        "build module.so: ld one/a.o two/b.o",
     ]
     (tmp_path / "build.ninja").write_text("\n".join(rules) + "\n")
     return tmp_path, [NINJA, "-C", str(tmp_path), "-j", "1"]
 
 
 @needs_ninja
-def test_progress_counts_files_and_only_those_that_are_stale(small_build, caplog, monkeypatch):
+def test_progress_counts_steps_and_only_modules_that_are_stale(small_build, caplog, monkeypatch):
     _, command = small_build
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(progress, "PROGRESS_S", 0.01)
-    assert prebuild.files_to_compile(command) == ["one", "two"]
-    prebuild.run_ninja(command, prebuild.Estimate([1, 1], 1))
-    lines = [record.message for record in caplog.records]
-    counts = list(dict.fromkeys(line.split(",")[0] for line in lines))  # lines come without progress, too
-    assert counts[:2] == ["compiled 0 of 2 files", "compiled 1 of 2 files"]
-    assert all("left" in line for line in lines)
-    assert prebuild.files_to_compile(command) == []
+    assert prebuild.run_ninja(command) == 1
+    assert any(record.message.startswith("compiled 1 of 3 files in ") for record in caplog.records)
+    assert prebuild.run_ninja(command) == 0
 
 
 @needs_ninja
@@ -164,11 +145,11 @@ def test_a_failure_ends_with_what_the_compiler_said(small_build):
     with pytest.raises(
         prebuild.KernelBuildError, match=r"two.cu\(7\): error: expected a semicolon"
     ) as caught:
-        prebuild.run_ninja(command, prebuild.Estimate([1, 1], 1))
+        prebuild.run_ninja(command)
     assert "sh compile" not in str(caught.value)  # nobody wants to read nvcc's flags
     (folder / "build.ninja").write_text("build a: none b\n")
     with pytest.raises(prebuild.KernelBuildError, match="unknown build rule"):
-        prebuild.files_to_compile(command)
+        prebuild.run_ninja(command)
 
 
 def test_failures_name_what_to_install():
@@ -184,10 +165,7 @@ def test_compilers_end_with_their_engine(tmp_path):
     (tmp_path / "build.ninja").write_text(
         "rule cc\n  command = echo $$$$ >started && mv started pid && exec sleep 300\nbuild a: cc\n"
     )
-    code = (
-        "import sys; from flashinfer_backend.worker import prebuild\n"
-        "prebuild.run_ninja(sys.argv[1:], prebuild.Estimate([1], 1))"
-    )
+    code = "import sys; from flashinfer_backend.worker import prebuild; prebuild.run_ninja(sys.argv[1:])"
     engine = subprocess.Popen([sys.executable, "-c", code, NINJA, "-C", str(tmp_path)])
     try:
         while not (tmp_path / "pid").exists():
@@ -207,15 +185,13 @@ HOLD = """if True:
     from flashinfer_backend.worker import prebuild
     with prebuild._locked(Path(sys.argv[1])):
         print("locked", flush=True)
-        for command in sys.stdin:
-            prebuild.run_ninja(command.split(), prebuild.Estimate([1], 1))
-            print("compiled", flush=True)
+        sys.stdin.read()
 """
 
 
 @contextlib.contextmanager
 def holding(folder):
-    """A process that has the lock, and runs a command of ninja's for each line that it gets."""
+    """A process that has the lock until its input ends."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], **pipes) as other:
         assert other.stdout.readline() == "locked\n"
@@ -246,51 +222,6 @@ def test_one_process_at_a_time_compiles(tmp_path, caplog, monkeypatch):
         other.wait()
         with prebuild._locked(tmp_path):
             pass
-
-
-@needs_ninja
-def test_what_another_process_compiles_is_progress_of_one_that_waits(small_build, monkeypatch, tmp_path):
-    """And its waiting alone is none."""
-    pytest.importorskip("filelock")
-    folder, command = small_build
-    monkeypatch.setattr(progress, "PROGRESS_S", 0.01)
-    monkeypatch.setattr(progress, "_file", None)
-    run = tmp_path / "run"
-    run.mkdir()
-    progress.note_in(run)
-    looks, texts = threading.Semaphore(0), set()
-
-    def log(_: str, text: str) -> None:
-        texts.add(text)
-        looks.release()
-
-    monkeypatch.setattr(progress.log, "info", log)
-
-    def after_looks() -> float:
-        for _ in range(4):
-            assert looks.acquire(timeout=120)
-        return progress.last_progress(run)
-
-    def wait() -> None:
-        with prebuild._locked(folder):
-            pass
-
-    with holding(folder) as other:
-        waiting = threading.Thread(target=wait)
-        waiting.start()
-        began = after_looks()
-        while len(texts) < 3:  # which tell the seconds
-            assert after_looks() == began, "time passes, and that is all"
-        other.stdin.write(shlex.join(command) + "\n")
-        other.stdin.flush()
-        assert other.stdout.readline() == "compiled\n"
-        while looks.acquire(blocking=False):
-            pass
-        later = after_looks()
-        assert began < later == after_looks()
-        other.kill()
-        waiting.join(120)
-    assert not waiting.is_alive()
 
 
 @pytest.mark.parametrize("wrong", [["--arch", "sm_80"], ["--arch", "hopper"]])
@@ -326,7 +257,7 @@ def test_the_image_has_the_modules_of_one_gpu_and_of_several(monkeypatch):
     monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "")  # which main sets
     assert main(shlex.split(line.replace("${ARCH}", "sm_90"))) == 0
     ((config, model, dtype, _),) = found
-    compiled = set(prebuild.needed(model, config, dtype, (9, 0)))
+    compiled = prebuild.needed(model, config, dtype, (9, 0))
     for ranks in (1, 2, 4, 8):
         assert compiled >= kinds(model=model, dtype=dtype, tensor_parallel_size=ranks)
 
@@ -346,7 +277,7 @@ def test_groups_of_ranks_need_what_their_shared_experts_do(monkeypatch, tmp_path
 BUILD = """
 import sys
 from flashinfer_backend.worker import prebuild
-prebuild.needed = lambda *_: ["silu"]  # one small file
+prebuild.needed = lambda *_: {"silu"}  # one small file
 from flashinfer_backend import prebuild as command
 status = command.main(sys.argv[1:])
 from flashinfer.jit import gen_act_and_mul_module
@@ -370,7 +301,7 @@ def test_a_second_run_compiles_nothing(tmp_path):
         pytest.skip("needs ninja and nvcc")
     first = build(tmp_path / "workspace", "--output", str(tmp_path / "image"))
     assert first.returncode == 0, first.stderr
-    assert "compiled 1 kernel modules" in first.stdout and "about 4 s" in first.stderr
+    assert "compiled 1 kernel modules" in first.stdout and "files at a time: silu" in first.stderr
     no_compiler = {"FLASHINFER_NVCC": "/nowhere/nvcc"}
     assert "nothing to compile" in build(tmp_path / "workspace", **no_compiler).stdout
     # Another machine's first start, with the libraries that an image brings, in a folder it cannot write to.

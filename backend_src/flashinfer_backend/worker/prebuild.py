@@ -39,26 +39,15 @@ from flashinfer_backend.models.spec import ModelSpec
 log = logging.getLogger(__name__)
 
 READ_ONLY = "FLASHINFER_BACKEND_KERNELS"
-Kind = str  # a key of FILE_SECONDS; of attention, options follow: fa2_window_cap, fa2_alibi
-# Seconds that one file of a module takes on one core. Only for estimates, and for compiling long ones first.
-FILE_SECONDS: dict[Kind, float] = {
-    "all_reduce": 290.0,
-    "sampling": 40.0,
-    "fa3": 57.0,
-    "gelu_tanh": 4.0,
-    "gated_linear": 40.0,
-    "gated_linear_fp8": 25.0,
-    "int4_linear": 33.0,
-    "norm": 28.0,
-    "fa2": 10.0,
-    "silu": 4.0,
-    "xqa": 3.0,
-}
+Kind = str  # fa2 and fa3 are followed by options: fa2_window_cap, fa2_alibi
+# By how long a file of a module takes (290 to 3 s): what takes longest begins first.
+LONGEST_FIRST = (
+    "all_reduce", "fa3", "sampling", "gated_linear", "int4_linear", "norm", "gated_linear_fp8", "fa2",
+    "silu", "gelu_tanh", "xqa",
+)  # fmt: skip
 ACTIVATIONS: tuple[Kind, ...] = ("silu", "gelu_tanh")  # with modules of their own
 FILE_MEMORY = 2 << 30  # bytes that compiling one file may take
-# In FlashInfer's build folder. Its own common builds also take the lock: they write the same log of ninja's,
-# which gets a line for each finished step.
-LOCK, NINJA_LOG = "tmp/flashinfer_jit.lock", ".ninja_log"
+LOCK = "tmp/flashinfer_jit.lock"  # in FlashInfer's build folder; its own common builds also take it
 ERROR_LINES = 15
 # What the compiler says (a regular expression) -> what is missing.
 HINTS = {
@@ -71,8 +60,7 @@ HINTS = {
     "Killed": "MAX_JOBS, the number of files compiled at a time, as memory ran out",
     "No space left": "FLASHINFER_WORKSPACE_BASE, a folder with more space",
 }
-_STEP = "@step "  # begins the lines of ninja's that tell of a finished step
-_STATUS = {"NINJA_STATUS": _STEP}
+STEP = "@step "  # begins the lines of ninja's that tell of a finished step
 
 
 class KernelBuildError(OSError):
@@ -81,10 +69,10 @@ class KernelBuildError(OSError):
 
 def needed(
     model: ModelSpec, config: EngineConfig, dtype: torch.dtype, capability: tuple[int, int]
-) -> list[Kind]:
+) -> set[Kind]:
     """The modules that an engine with these settings calls on a GPU of this compute capability."""
     if config.attention_backend == "torch" or dtype == torch.float32:
-        return ["sampling"]  # top-k and top-p; all else is plain torch
+        return {"sampling"}  # top-k and top-p; all else is plain torch
     kinds: set[Kind] = {"sampling", "norm"}
     kinds |= _attention_kinds(model, config, capability)
     # Experts' products are Triton's, with the activation.
@@ -102,19 +90,19 @@ def needed(
         kinds.add("xqa")
     if config.tensor_parallel_size > 1:
         kinds.add("all_reduce")
-    return sorted(kinds, key=lambda kind: -_file_seconds(kind))
+    return kinds
 
 
 def needed_by(
     models: Sequence[ModelSpec], config: EngineConfig, dtype: torch.dtype, capability: tuple[int, int]
 ) -> dict[Kind, ModelSpec]:
-    """The modules that several models need, each with the first of these."""
-    found = [(kind, model) for model in models for kind in needed(model, config, dtype, capability)]
-    return dict(sorted(reversed(found), key=lambda each: -_file_seconds(each[0])))
+    """The modules that several models need, in the order of LONGEST_FIRST, each with the first of these."""
 
+    def place(kind: Kind) -> int:
+        return LONGEST_FIRST.index(kind if kind in LONGEST_FIRST else kind.split("_")[0])
 
-def _file_seconds(kind: Kind) -> float:
-    return FILE_SECONDS[kind if kind in FILE_SECONDS else kind.split("_")[0]]
+    first = {kind: model for model in reversed(models) for kind in needed(model, config, dtype, capability)}
+    return {kind: first[kind] for kind in sorted(first, key=place)}
 
 
 def _attention_kinds(model: ModelSpec, config: EngineConfig, capability: tuple[int, int]) -> set[Kind]:
@@ -312,22 +300,12 @@ def _locked(folder: Path) -> Iterator[None]:
             return f"another process compiles the kernels: waiting, {time.monotonic() - began:.0f} s by now"
 
         log.info("%s", how_far())
-        # A file that the other process compiled is also progress of this start. There is none while it hangs.
-        with telling(how_far, lambda: _written(folder / NINJA_LOG)):
+        with telling(how_far, done=time.monotonic):  # its own keeper watches the engine that is waited for
             lock.acquire()
     try:
         yield
     finally:
         lock.release()
-
-
-def _written(path: Path) -> tuple[int, int]:
-    """What changes when a file is written; zeros where there is none."""
-    try:
-        found = path.stat()
-    except OSError:
-        return 0, 0
-    return found.st_size, found.st_mtime_ns
 
 
 def _compile(specs: dict[Kind, Any], folder: Path) -> int:
@@ -347,24 +325,15 @@ def _compile(specs: dict[Kind, Any], folder: Path) -> int:
     lines = ["ninja_required_version = 1.3", *(f"subninja {spec.ninja_path}" for spec in specs.values())]
     build.write_text("\n".join(lines) + "\n")
     command = [ninja, "-f", str(build), "-C", str(env.FLASHINFER_JIT_DIR)]
-    seconds = {spec.name: _file_seconds(kind) for kind, spec in specs.items()}
-    stale = files_to_compile(command)  # FlashInfer, or a start that was ended, may have compiled some
-    jobs = _jobs(len(stale))
-    estimate = Estimate([seconds.get(module, 10.0) for module in stale], jobs)
-    if stale:
-        log.info(
-            "compiling GPU kernels for sm_%s, %d at a time, about %s, files: %s",
-            env.FLASHINFER_WORKSPACE_DIR.name,
-            jobs,
-            _duration(estimate.remaining(0.0)),
-            ", ".join(f"{stale.count(spec.name)} of {kind}" for kind, spec in specs.items()),
-        )
+    jobs = _jobs()
+    architectures = env.FLASHINFER_WORKSPACE_DIR.name
+    log.info("compiling GPU kernels for sm_%s, %d files at a time: %s", architectures, jobs, names)
     began = time.monotonic()
-    run_ninja([*command, "-j", str(jobs)], estimate)
+    linked = run_ninja([*command, "-j", str(jobs)])
     for spec in specs.values():
         _place(spec.jit_library_path, library(folder, spec.name))
     log.info("GPU kernels ready after %.0f s, kept in %s", time.monotonic() - began, folder)
-    return len(set(stale))
+    return linked
 
 
 def _tools() -> str:
@@ -410,82 +379,44 @@ def _headers_of_wheels() -> Iterator[None]:
             os.environ[name] = before
 
 
-def _jobs(files: int) -> int:
+def _jobs() -> int:
     """How many files to compile at a time: as many as there are cores and memory for."""
     if os.environ.get("MAX_JOBS", "").isdigit():
         return max(1, int(os.environ["MAX_JOBS"]))
     pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(len(os.sched_getaffinity(0)), files, pages // FILE_MEMORY))
+    return max(1, min(len(os.sched_getaffinity(0)), pages // FILE_MEMORY))
 
 
-class Estimate:
-    """How long a build still takes, from the seconds each file was expected to take (in the order that they
-    are started) and from how fast files have been finished."""
-
-    def __init__(self, seconds: Sequence[float], jobs: int) -> None:
-        workers = [0.0] * jobs
-        ends = []
-        for each in seconds:
-            first = workers.index(min(workers))
-            workers[first] += each
-            ends.append(workers[first])
-        self.files = len(ends)
-        self._ends = sorted(ends)  # when each number of files was expected to be finished
-        self._finished, self._scale = 0, 1.0
-
-    def finish(self, files: int, elapsed: float) -> None:
-        """`files` files are finished `elapsed` seconds after the start."""
-        if files > self._finished:
-            self._finished = min(files, self.files)
-            self._scale = elapsed / self._ends[self._finished - 1]
-
-    def remaining(self, elapsed: float) -> float:
-        """Seconds from now on; for any thread."""
-        finished = self._finished
-        if finished == self.files:
-            return 0.0
-        late = elapsed / self._ends[finished]  # the next file has not come yet
-        return max(self._scale, late) * self._ends[-1] - elapsed
-
-
-def files_to_compile(command: list[str]) -> list[str]:
-    """The module of each file that ninja would compile, in the order that it would start them."""
-    dry = subprocess.run([*command, "-n"], env=os.environ | _STATUS, capture_output=True, text=True)
-    if dry.returncode:
-        raise KernelBuildError(describe_failure((dry.stdout + dry.stderr).splitlines(), dry.returncode))
-    outputs = [re.search(r" -c .* -o (\S+)", line) for line in dry.stdout.splitlines()]
-    return [Path(output[1]).parent.name for output in outputs if output]
-
-
-def run_ninja(command: list[str], estimate: Estimate) -> None:
-    """Run ninja and log its progress. Raises KernelBuildError with the last lines of what failed."""
+def run_ninja(command: list[str]) -> int:
+    """Run ninja and log its progress; returns how many modules it linked. FlashInfer, or a start that was
+    ended, may have compiled some before. Raises KernelBuildError with the last lines of what failed."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env=os.environ | _STATUS,
+        env=os.environ | {"NINJA_STATUS": STEP + "%f of %t: "},
         preexec_fn=end_with_parent,  # ninja, and with it the compilers
     )
     assert process.stdout is not None
     began = time.monotonic()
     failure: deque[str] = deque(maxlen=400)
-    compiled = 0
+    finished, linked = "0", 0
 
     def how_far() -> str:
-        left = _duration(estimate.remaining(time.monotonic() - began))
-        return f"compiled {compiled} of {estimate.files} files, about {left} left"
+        return f"compiled {finished} files in {time.monotonic() - began:.0f} s"
 
-    with telling(how_far, lambda: compiled):
+    with telling(how_far, lambda: finished):
         for data in process.stdout:
             line = data.decode(errors="replace").rstrip()
-            if line.startswith(_STEP):
-                compiled += " -c " in line
-                estimate.finish(compiled, time.monotonic() - began)
+            if line.startswith(STEP):
+                finished, _, step = line.removeprefix(STEP).partition(": ")
+                linked += " -c " not in step
             elif failure or line.startswith(("FAILED:", "ninja: error", "ninja: fatal")):
                 failure.append(line)
     if process.wait():
         raise KernelBuildError(describe_failure(list(failure), process.returncode))
+    return linked
 
 
 def describe_failure(lines: list[str], status: int) -> str:
@@ -501,7 +432,3 @@ def describe_failure(lines: list[str], status: int) -> str:
     return "\n  ".join(
         [f"the GPU's kernels could not be compiled (ninja ended with {status}){advice}:", *told]
     )
-
-
-def _duration(seconds: float) -> str:
-    return f"{max(seconds, 1):.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
