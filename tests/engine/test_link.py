@@ -2,7 +2,6 @@
 """The link between stubs and a real engine process: who starts it, and what happens when it dies."""
 
 import contextlib
-import multiprocessing
 import os
 import resource
 import signal
@@ -24,7 +23,7 @@ from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.serving.engines import Engines
 from flashinfer_backend.transport import protocol, records, rundir
 from flashinfer_backend.transport.endpoint import EngineDown
-from flashinfer_backend.transport.keeper_handle import EngineStartError, KeeperHandle
+from flashinfer_backend.transport.keeper_handle import KeeperHandle
 from flashinfer_backend.transport.records import EngineRecord
 from waiting import wait_for
 
@@ -63,16 +62,12 @@ class Answer:
 
 
 def connect(
-    run_dir: Path,
-    on_stop: Any = lambda request_id: None,
-    owner: int = 0,
-    program: Sequence[str] = (),
-    **knobs: str,
+    run_dir: Path, on_stop: Any = lambda request_id: None, program: Sequence[str] = (), **knobs: str
 ) -> Engines:
     """As a stub's link, to one engine or several. program: another one for the engine."""
     bundled = {"model_dir": "bundled", "device": "cpu", "max_tokens_in_paged_kv_cache": "8192"}
     config = EngineConfig.from_parameters({**bundled, **knobs})
-    keeper = KeeperHandle(run_dir, owner or os.getpid(), config, engine=program)
+    keeper = KeeperHandle(run_dir, os.getpid(), config, engine=program)
     return Engines(run_dir, config.replicas, keeper, on_stop=on_stop)
 
 
@@ -202,16 +197,6 @@ def test_generates_and_leaves_nothing_though_a_request_is_open(run_dir: Path) ->
     assert not run_dir.exists() and not run_dir.parent.exists()
 
 
-def test_an_engine_that_cannot_start_says_why(run_dir: Path) -> None:
-    link = connect(run_dir, max_seq_len="100000000")
-    with pytest.raises(EngineStartError, match="max_seq_len 100000000 is above"):
-        link.wait_ready()
-    with pytest.raises(EngineDown):
-        submit(link)
-    link.close()
-    assert not run_dir.exists()
-
-
 def test_an_engine_that_is_started_again_holds_up_no_other(run_dir: Path) -> None:
     """A stub that comes while one of two engines, which has run before, does not become ready."""
     second = run_dir.with_name(f"{run_dir.name}@1")
@@ -231,20 +216,6 @@ def test_an_engine_that_is_started_again_holds_up_no_other(run_dir: Path) -> Non
     assert not run_dir.exists() and not second.exists()
 
 
-def test_several_stubs_have_one_engine_which_is_replaced(run_dir: Path) -> None:
-    stubs = [_Stub(run_dir) for _ in range(3)]
-    try:
-        pids = {stub.ready() for stub in stubs}
-        assert len(pids) == 1 and len(engines(run_dir)) == 1
-        os.kill(pids.pop(), signal.SIGKILL)
-        again = {stub.ready() for stub in stubs}
-        assert len(again) == 1 and engines(run_dir) == list(again)
-    finally:
-        for stub in stubs:
-            stub.end()
-    assert not engines(run_dir) and not run_dir.exists()
-
-
 def test_run_directories_of_dead_servers_are_removed(tmp_path: Path) -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()
@@ -252,34 +223,3 @@ def test_run_directories_of_dead_servers_are_removed(tmp_path: Path) -> None:
     (stale / "stubs").mkdir(parents=True)
     rundir.create(tmp_path / f"{os.getpid()}-llm")
     assert not stale.exists() and (tmp_path / f"{os.getpid()}-llm").exists()
-
-
-class _Stub:
-    """Another process with a link of its own; says the engine's pid whenever one is ready."""
-
-    def __init__(self, run_dir: Path) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._said, self._done = context.Queue(), context.Event()
-        arguments = run_dir, os.getpid(), self._said, self._done
-        self._process = context.Process(target=_stub, args=arguments)
-        self._process.start()
-
-    def ready(self) -> int:
-        return int(self._said.get(timeout=TIMEOUT_S))
-
-    def end(self) -> None:
-        if self._process.exitcode is None:  # set() waits for the other side
-            self._done.set()
-        self._process.join(TIMEOUT_S)
-        assert not self._process.is_alive()
-
-
-def _stub(run_dir: Path, server_pid: int, said: Any, done: Any) -> None:
-    link = connect(run_dir, owner=server_pid)
-    link.wait_ready()
-    reported = 0
-    while not done.wait(0.02):
-        if link.up and link.status is not None and link.status.pid != reported:
-            reported = link.status.pid
-            said.put(reported)
-    link.close()
