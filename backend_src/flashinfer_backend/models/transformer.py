@@ -254,7 +254,7 @@ class AttentionLayer(Layer):
         hidden, gate = stream.hidden, stream.gate
         x = attended.view(len(hidden), -1)
         if gate is not None:
-            x = x * torch.sigmoid(gate)
+            x = self.ops.gated_by(x, gate)
         return self.behind(x, hidden, collectives, chosen)
 
 

@@ -35,6 +35,7 @@ from flashinfer_backend.ops.triton_drafts import (
     record_tokens,
 )
 from flashinfer_backend.ops.triton_fp8 import Norm, Quantised
+from flashinfer_backend.ops.triton_gate import gated_by
 from flashinfer_backend.ops.triton_inputs import step_inputs
 from flashinfer_backend.ops.triton_logits import copy_rows, penalise
 from flashinfer_backend.ops.triton_rope import rope_and_store

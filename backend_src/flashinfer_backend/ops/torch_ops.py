@@ -232,6 +232,11 @@ def route(
     return torch.cat((chosen, every), 1), torch.cat((weights, gates.to(weights).expand(every.shape)), 1)
 
 
+def gated_by(x: Tensor, gate: Tensor) -> Tensor:
+    """x[T, N] times the sigmoid of gate[T, N]."""
+    return x * torch.sigmoid(gate)
+
+
 def gated(gate: Tensor, up: Tensor, clip: tuple[float, float] | None = None) -> Tensor:
     """silu(gate) * up; with clip (alpha, limit), of gates up to the limit and ups within it on both sides,
     gate * sigmoid(alpha * gate) * (up + 1): https://arxiv.org/abs/2508.10925, section 2.1."""
