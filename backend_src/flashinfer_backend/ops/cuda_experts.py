@@ -20,8 +20,7 @@ from flashinfer_backend.ops.triton_fp8 import Quantised
 from flashinfer_backend.ops.weight import Fp8Block, Fp8Token, Weight
 
 # Beyond, cuBLAS computes the router's logits. Of fewer tokens it needs further kernels, which add up the
-# parts of a divided inner dimension and the bias. For one token without a bias it is faster by itself, but
-# overlaps with no other kernel.
+# parts of a divided inner dimension and the bias.
 ROUTED_TOKENS = 256
 
 

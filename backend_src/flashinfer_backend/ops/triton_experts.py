@@ -29,7 +29,7 @@ from flashinfer_backend.ops.weight import Int4, Mxfp4, Weight
 NATIVE = True  # with what a GPU alone has, and Triton's interpreter does not know
 FEW_TOKENS = 16  # up to which one program chooses and places; no tile has fewer
 PLACED = 16  # pairs that a program places
-_ROUTER_ROWS = 16  # of a program
+_ROUTER_ROWS, _ROUTER_ROWS_OF_ONE = 16, 2  # of a program
 SUMMED = 1024  # columns that a program sums
 _MIDDLE = tl.constexpr(int4.MIDDLE)
 NEIGHBOURS = 8  # tiles whose programs are launched together for each block of weight rows
@@ -55,10 +55,33 @@ def _router(
     tl.store(logits + t[:, None] * N + n[None, :], acc, mask=there & inside[None, :])
 
 
+@triton.jit
+def _router_of_one(
+    x, weight, bias, logits, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    NATIVE: tl.constexpr,
+):  # fmt: skip
+    # Of one token: a program has its weights before the token's row is there.
+    n, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    inside, real = n < N, (k < K)[None, :]
+    block = tl.load(weight + n[:, None] * K + k[None, :], mask=inside[:, None] & real, other=0.0)
+    wait_and_launch(NATIVE)
+    row = tl.load(x + k[None, :], mask=real, other=0.0)
+    total = tl.sum(block.to(tl.float32) * row.to(tl.float32), axis=1)
+    if bias is not None:
+        total += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
+    tl.store(logits + n, total, mask=inside)
+
+
 def router_logits(x: Tensor, router: Weight) -> Tensor:
     """x[T, H], contiguous, @ router[N, H].T, and its bias -> float32 [T, N]."""
     (tokens, inner), rows = x.shape, len(router.data)
     logits = torch.empty(tokens, rows, dtype=torch.float32, device=x.device)
+    if tokens == 1:
+        _router_of_one[(triton.cdiv(rows, _ROUTER_ROWS_OF_ONE),)](
+            x, router.data, router.bias, logits, N=rows, K=inner, ROWS=_ROUTER_ROWS_OF_ONE,
+            WIDTH=triton.next_power_of_2(inner), NATIVE=NATIVE, num_warps=4, launch_pdl=NATIVE,
+        )  # fmt: skip
+        return logits
     _router[(triton.cdiv(tokens, FEW_TOKENS), triton.cdiv(rows, _ROUTER_ROWS))](
         x, router.data, router.bias, logits, tokens,
         N=rows, K=inner, TOKENS=FEW_TOKENS, ROWS=_ROUTER_ROWS, INNER=256, STAGES=6, NATIVE=NATIVE,
