@@ -65,13 +65,9 @@ def test_the_scheduler_is_told_how_long_a_step_without_prompts_takes() -> None:
     [
         ("eviction", "has not the key of what request|key of other tokens"),
         ("key", "reads what is not its own|key of other tokens"),
-        ("release", "holders, and|in one place|released more often"),
         ("forget", "reads what is not its own|key of other tokens"),
-        ("too early", "which were given back|and reads those from"),
-        ("never", "of a window, and was promised"),
         ("tail", "has less than it counted|: b['\"]"),
         ("promise", "blocks were promised, and"),
-        ("one table", "but the device is told"),
         ("place", "is given to"),
         ("state", "list index out of range|another state than its own"),
         ("snapshot", "snapshot .* can be found by a key of other tokens"),
@@ -79,8 +75,8 @@ def test_the_scheduler_is_told_how_long_a_step_without_prompts_takes() -> None:
     ],
 )
 def test_a_broken_manager_is_found(mutated: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the walks are for: each of these would give one client's answer the context of another's."""
-    release, leave, take = BlockPool.release, KVCacheManager.leave_behind, KVCacheManager.take
+    """What the walks are for: each of these would give one client's answer the context of another's. What the
+    engine's own checker finds is in tests/unit/test_invariants.py."""
     save = Scheduler._save_generated
 
     def leaves_names(self: BlockPool, count: int) -> list[int] | None:
@@ -100,14 +96,7 @@ def test_a_broken_manager_is_found(mutated: str, found: str, monkeypatch: pytest
     broken: dict[str, tuple[type, str, Any]] = {
         "eviction": (BlockPool, "allocate", leaves_names),
         "key": (KVCacheManager, "prefix_keys", of_the_block_alone),
-        "release": (BlockPool, "release", lambda self, blocks: release(self, blocks[:-1])),
         "forget": (BlockPool, "forget", lambda self, block: None),
-        "too early": (
-            KVCacheManager,
-            "leave_behind",
-            lambda self, r, at: leave(self, r, at + self.block_size),
-        ),
-        "never": (KVCacheManager, "leave_behind", lambda self, request, position: None),
         "tail": (BlockPool, "serves", lambda self, keys, most: most),
         "promise": (KVCacheManager, "fit_chunk", lambda self, request, start, length: length),
         "place": (EngineLoop, "_with_adapters", lambda self: []),
@@ -118,7 +107,6 @@ def test_a_broken_manager_is_found(mutated: str, found: str, monkeypatch: pytest
             lambda self, slot, at: save(self, slot, at - self.config.tokens_per_block),
         ),
         "order": (KVCacheManager, "restore", lambda self, keys: 1),
-        "one table": (KVCacheManager, "take", lambda *args: [(0, *update[1:]) for update in take(*args)]),
     }
     monkeypatch.setattr(*broken[mutated])
     with pytest.raises(AssertionError, match=found):
