@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,11 @@ LONGEST_FIRST = (
 )  # fmt: skip
 ACTIVATIONS: tuple[Kind, ...] = ("silu", "gelu_tanh")  # with modules of their own
 FILE_MEMORY = 2 << 30  # bytes that compiling one file may take
+# What the environment adds to the flags of FlashInfer's compilers.
+FLAGS = (
+    *("FLASHINFER_EXTRA_CFLAGS", "FLASHINFER_EXTRA_CUDAFLAGS", "FLASHINFER_EXTRA_LDFLAGS"),
+    *("FLASHINFER_JIT_DEBUG", "FLASHINFER_JIT_VERBOSE", "FLASHINFER_JIT_LINEINFO"),
+)
 LOCK = "tmp/flashinfer_jit.lock"  # in FlashInfer's build folder; its own common builds also take it
 ERROR_LINES = 15
 # What the compiler says (a regular expression) -> what is missing.
@@ -163,23 +168,9 @@ def libraries_folder(workspace: Path) -> Path:
     import tvm_ffi
 
     parts = [f"cuda{torch.version.cuda or ''}", f"ffi{tvm_ffi.__version__}"]
-    if flags := "\n".join(compiler_flags(os.environ)):
-        parts.append(hashlib.sha256(flags.encode()).hexdigest()[:8])
+    if flags := {name: os.environ[name] for name in FLAGS if name in os.environ}:
+        parts.append(hashlib.sha256(repr(flags).encode()).hexdigest()[:8])
     return workspace / "-".join(["libraries", *parts])
-
-
-def compiler_flags(environment: Mapping[str, str]) -> list[str]:
-    """What the environment adds to FlashInfer's compiler flags; not where to search for files, which may
-    differ between the machine that compiles and the one that runs."""
-    names = ("FLASHINFER_EXTRA_CFLAGS", "FLASHINFER_EXTRA_CUDAFLAGS", "FLASHINFER_EXTRA_LDFLAGS")
-    words = shlex.split(" ".join(environment.get(name, "") for name in names))
-    kept, previous = [], ""
-    for word in words:
-        if not word.startswith(("-I", "-L", "-isystem")) and previous not in ("-I", "-L", "-isystem"):
-            kept.append(word)
-        previous = word
-    switches = ("FLASHINFER_JIT_DEBUG", "FLASHINFER_JIT_VERBOSE", "FLASHINFER_JIT_LINEINFO")
-    return kept + [f"{name}=1" for name in switches if environment.get(name, "0") == "1"]
 
 
 def library(folder: Path, name: str) -> Path:
