@@ -156,11 +156,3 @@ def test_vllm_bench_serve(door: OpenAiServer) -> None:
         assert last["usage"]["completion_tokens"] == 16 and not last["choices"]
         assert all(chunk["choices"] for chunk in chunks)
         assert len(chunks) > 2  # of a busy door one may have several tokens
-
-
-def test_a_benchmark_that_asks_for_usage_all_along(door: OpenAiServer) -> None:
-    body = {"messages": [PARIS], "max_tokens": 8, "stream": True}
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    with door.opened(CHAT, {**body, "stream_options": options}) as answer:
-        counts = [chunk["usage"]["completion_tokens"] for chunk in events(answer.read().decode())]
-    assert counts == sorted(counts) and 1 <= counts[0] < counts[-1]
