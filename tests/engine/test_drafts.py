@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from checkpoints import make_checkpoint
+from engine.graphed import replayed
 from engine.harness import serve, shallow_model, start_core
-from engine.test_graph_steps import replayed
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.core.step import TOP_LOGPROBS
 from flashinfer_backend.speculate.proposer import DraftStep, Slots

@@ -13,9 +13,9 @@ from tokenizers import Tokenizer
 
 from checkpoints import make_checkpoint
 from eagle3_heads import FORMS, Reference, make_head
+from engine.graphed import replayed
 from engine.harness import serve, start_core
 from engine.ranks_in_threads import start_ranks
-from engine.test_graph_steps import replayed
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import named_folder
 from flashinfer_backend.core.sampling_params import SamplingParams

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from engine.graphed import replayed
 from engine.harness import Client, serve, start_core
-from engine.test_graph_steps import replayed
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.sampling import processors, sampler
 

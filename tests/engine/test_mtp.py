@@ -17,11 +17,10 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecoderLayer
 
 from checkpoints import make_checkpoint
+from engine.graphed import graphed, replay_graphs, replayed
 from engine.harness import start_core
 from engine.ranks_in_threads import start_ranks
 from engine.test_eagle3 import BLOCK, PROMPTS, Recorded, answers, check
-from engine.test_graph_steps import replayed
-from engine.test_runner_graphs import graphed, replay_graphs
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import WeightsError

@@ -5,135 +5,34 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 
 from checkpoints import make_checkpoint
+from engine.graphed import PROMPTS, graphed, replay_graphs
 from engine.harness import serve, shallow_model, start_core
 from engine.test_adapters import MODULES, make_adapter
-from engine.test_graph_steps import PROMPTS, ItemAttention
-from flashinfer_backend.attention import split
-from flashinfer_backend.attention.batch import AttentionBatch
-from flashinfer_backend.attention.contract import Captured, Prepared, StepShape
-from flashinfer_backend.attention.grouped import GroupAttention, GroupedAttention
-from flashinfer_backend.attention.torch_paged import TorchPagedAttention
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.core.step import StepPlan
 from flashinfer_backend.scheduler import scheduler
-from flashinfer_backend.worker import graphs, prefixes, runner
+from flashinfer_backend.worker import graphs, prefixes
 from flashinfer_backend.worker.device_state import DeviceState, row_words
-from replayed import ReplayedCapture
 
 
-class PlannedAttention:
-    """Of steps with one prompt; those with more run in pieces."""
-
-    reads_block_table = False
-
-    def __init__(self, attention: TorchPagedAttention) -> None:
-        self._attention = attention
-        self.taken = self.refused = 0
-
-    def plan(self, batch: AttentionBatch, host: np.ndarray) -> bool:
-        takes = len(batch.slots) - batch.num_single == 1
-        self.taken, self.refused = self.taken + takes, self.refused + (not takes)
-        if takes:
-            self._attention.step(batch)
-        return takes
-
-    def ahead(self, tokens: int, lengths: torch.Tensor) -> Prepared:
-        raise NotImplementedError
-
-    def run(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
-        self._attention.run(layer, q, out)
-
-
-class SharingAttention(PlannedAttention):
-    """Of steps whose decode rows share prefixes; looks at what it is told of these."""
-
-    def plan(self, batch: AttentionBatch, host: np.ndarray) -> bool:
-        assert batch.prefixes is not None
-        rows, counts, tokens = batch.prefixes
-        assert len(rows) <= batch.num_single < len(batch.slots)
-        table, size = batch.block_table[:, :], self._attention._block_size
-        for own, shared in zip(np.split(rows, np.cumsum(counts)[:-1]), tokens.tolist(), strict=True):
-            blocks = table[batch.slots[own].tolist(), : shared // size]
-            assert shared % size == 0 and (batch.kv_lens[own] > shared).all() and (blocks == blocks[0]).all()
-        return super().plan(batch, host)
-
-
-class GraphedAttention:
-    """Of one cache group; plain torch where a step is launched layer by layer."""
-
-    def __init__(self, state: DeviceState, group: int) -> None:
-        self._cache, self._window = state.caches[group], state.groups[group].window
-        self._heads = state.model.spec.attention
-        self._plain = self._torch()
-        self.planned: list[PlannedAttention] = []
-        self.sharing: list[SharingAttention] = []
-
-    def _torch(self) -> TorchPagedAttention:
-        return TorchPagedAttention(self._cache, self._heads.heads, self._window)
-
-    def step(self, batch: AttentionBatch) -> Prepared:
-        return self._plain.step(batch)
-
-    def graph_words(self, shape: StepShape) -> int:
-        if shape.feeds_per_row is None:
-            return 0
-        return split.max_items(shape.rows, self._heads.kv_heads, False) * split.ITEM_WORDS
-
-    def captured(
-        self, shape: StepShape, block_table: torch.Tensor, words: torch.Tensor, lengths: Any = None
-    ) -> Captured:
-        if shape.feeds_per_row is None:
-            assert shape.tokens <= graphs.MIXED_SIZES[-1]  # as FlashInfer's plan
-        if shape.shared and shape.feeds_per_row is None:
-            self.sharing.append(SharingAttention(self._torch()))
-            return self.sharing[-1]
-        if shape.feeds_per_row is not None:
-            return ItemAttention(self._cache, block_table, shape, words, self._window, lengths)
-        self.planned.append(PlannedAttention(self._torch()))
-        return self.planned[-1]
-
-
-def graphed(state: DeviceState) -> list[GraphedAttention]:
-    """Gives the state attention with graphs; that of each cache group."""
-    found = [GraphedAttention(state, group) for group in range(len(state.groups))]
-    groups = zip([group.layers for group in state.groups], found, state.block_tables, strict=True)
-    state.attention = found[0] if len(found) == 1 else GroupedAttention([GroupAttention(*g) for g in groups])
-    return found
-
-
-def replay_graphs(monkeypatch: Any) -> list[ReplayedCapture]:
-    """Graphs without a GPU, of up to 48 tokens of a step or 96, and times of theirs that are the same each
-    time. What is captured for each runner."""
-    captures: list[ReplayedCapture] = []
-
-    def capture() -> ReplayedCapture:
-        captures.append(ReplayedCapture())
-        return captures[-1]
-
-    monkeypatch.setattr(runner, "GraphCapture", capture)
-    monkeypatch.setattr(graphs, "MIXED_SIZES", [8, 16, 32, 48])
-    monkeypatch.setattr(graphs, "FURTHER_SIZES", [64, 96])
-    monkeypatch.setattr(graphs.MixedGraphs, "_layer_seconds", lambda _, size: float(size))
-    monkeypatch.setattr(graphs, "replay_seconds", lambda replay: replay() or 1.0)
-    return captures
-
-
-@pytest.mark.parametrize("feature", ["one group", "windows", "adapters", "states", "experts"])
+@pytest.mark.parametrize("feature", ["one group", "few blocks", "windows", "adapters", "states", "experts"])
 def test_a_runner_with_graphs_gives_the_tokens_of_one_without(
     feature: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    """With windows, those of two lengths, in turn with layers that see all. With adapters, rows of two and
-    rows without any. With states, steps with prompts go in pieces; with experts next to them, larger ones
-    too."""
+    """With few blocks, some sequences are preempted. With windows, those of two lengths, in turn with layers
+    that see all. With adapters, rows of two and rows without any. With states, steps with prompts go in
+    pieces; with experts next to them, larger ones too."""
     windows, options = feature == "windows", {}
     captures = replay_graphs(monkeypatch)
     params = [SamplingParams(max_tokens=12 + 3 * i, temperature=0.7 * (i % 2), seed=i) for i in range(12)]
+    params[3].min_tokens, params[3].end_id = 20, 70
     folder, produced = shallow_model(), []
+    if feature == "few blocks":
+        options = {"max_tokens_in_paged_kv_cache": 300}
     if windows:
         kinds = ["sliding_attention", "full_attention"]
         changes = {"use_sliding_window": True, "sliding_window": 21, "layer_types": kinds}
@@ -161,7 +60,9 @@ def test_a_runner_with_graphs_gives_the_tokens_of_one_without(
             core.runner.capture_graphs([2, 4, 8])
         with serve(core, tmp_path / name) as client:
             produced.append(client.generate(PROMPTS, params))
-            if options:  # with the graphs of steps without adapters, and of those with one in each row
+            if (
+                feature == "adapters"
+            ):  # with the graphs of steps without adapters, and of those with one in each row
                 for each in ("", str(tmp_path / "0")):
                     alone = [msgspec.structs.replace(row, adapter=each) for row in params]
                     produced[-1] += client.generate(PROMPTS, alone)
@@ -171,7 +72,8 @@ def test_a_runner_with_graphs_gives_the_tokens_of_one_without(
     assert (max(pieces, default=0) > 48) == (feature == "experts")
     assert feature != "one group" or sum(each.refused for each in attentions[0].planned)
     assert produced[0] == produced[1]
-    if options:
+    assert bool(core.scheduler.preemptions) == (feature == "few blocks")
+    if feature == "adapters":
         assert produced[0][0] == produced[0][2 * len(PROMPTS)] != produced[0][len(PROMPTS)]
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from checkpoints import make_checkpoint
+from engine.graphed import replayed
 from engine.harness import serve, start_core
 from engine.test_drafts import Replay
 from engine.test_generate import GREEDY, LONG, reference
-from engine.test_graph_steps import replayed
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.engine.start import Core
 

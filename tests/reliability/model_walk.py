@@ -44,10 +44,10 @@ from scheduler_walk import (  # noqa: E402
 
 from checkpoints import make_checkpoint  # noqa: E402
 from eagle3_heads import make_head  # noqa: E402
+from engine.graphed import replayed  # noqa: E402
 from engine.harness import start_core  # noqa: E402
 from engine.test_adapters import make_adapter  # noqa: E402
 from engine.test_drafts import Replay  # noqa: E402
-from engine.test_graph_steps import replayed  # noqa: E402
 from engine.test_mtp import PREFIX  # noqa: E402
 from flashinfer_backend.attention import prefixes as prefix_sets  # noqa: E402
 from flashinfer_backend.core.config import EngineConfig, resolve_limits  # noqa: E402
