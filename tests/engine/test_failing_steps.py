@@ -95,7 +95,8 @@ def test_stateful_rows_beside_the_one_that_fails_keep_their_tokens(tmp_path, mon
         bad = client.submit([MARKED] * 33, SamplingParams(top_logprobs=1, **told))
         client.wait([*ids, bad])
         assert list(client.failure) == [bad]
-        assert heard(client, ids) == alone
+        # Other numbers of rows in a step round differently.
+        assert heard(client, ids) == [(ids, pytest.approx(probs, abs=1e-4)) for ids, probs in alone]
 
 
 @pytest.mark.parametrize("reuse", [True, False])
