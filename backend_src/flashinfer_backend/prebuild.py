@@ -11,11 +11,9 @@ from pathlib import Path
 import torch
 
 from flashinfer_backend.config_tools.settings import engine_parameters
-from flashinfer_backend.core.config import EngineConfig, resolve_limits
-from flashinfer_backend.core.paths import BUNDLED, resolve_drafter_dir, resolve_model_dir
-from flashinfer_backend.core.shard import Shard
-from flashinfer_backend.models.hf import read_drafter, read_spec
-from flashinfer_backend.models.spec import ModelSpec
+from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.paths import BUNDLED
+from flashinfer_backend.core.shard import WHOLE, Shard
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -54,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     # They import what reads that variable.
     from flashinfer_backend.worker import prebuild
     from flashinfer_backend.worker.formats import choose_dtype
+    from flashinfer_backend.worker.start import read_specs
 
     try:
         settings = engine_parameters(options.set, {"model_dir": "--model"}) | {
@@ -62,20 +61,12 @@ def main(argv: list[str] | None = None) -> int:
         config = EngineConfig.from_parameters(settings)
         if config.device == "cpu":
             raise ValueError("device=cpu: an engine on a CPU has no kernels to compile; leave it out")
-        folder = resolve_model_dir(config.model_dir)
-        sizes = {"head_dim": 128, "hidden_size": 4096, "intermediate_size": 14336}
-        model = read_spec(folder) if options.model else read_spec(folder, changes=sizes)
-        if config.quantization == "fp8":
-            model = model.quantised_on_load()
-        config = resolve_limits(config, model.longest_seq_len)
-        model = model.within(config.max_seq_len)
         if options.model:
-            model = model.share(Shard(0, config.tensor_parallel_size, config.expert_parallel_size))
-        drafter: ModelSpec | None = None
-        if config.draft_model != "none":
-            drafter = read_drafter(resolve_drafter_dir(config.draft_model), config.quantization == "fp8")
-        elif config.speculative_method == "mtp":
-            drafter = model.mtp_head()
+            shard = Shard(0, config.tensor_parallel_size, config.expert_parallel_size)
+            config, model, drafter = read_specs(config, shard)
+        else:
+            sizes = {"head_dim": 128, "hidden_size": 4096, "intermediate_size": 14336}
+            config, model, drafter = read_specs(config, WHOLE, sizes)
         dtype = choose_dtype(config, model, torch.device("cuda"))
         compiled = prebuild.prepare(config, model, dtype, drafter)
         if options.output:

@@ -7,6 +7,7 @@ import logging
 import time
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import msgspec
 import torch
@@ -59,7 +60,7 @@ def start_runner(
     OSError with what to change.
     """
     began = time.monotonic()
-    config, spec, drafter = _read_specs(config, shard)
+    config, spec, drafter = read_specs(config, shard)
     make_proposer = make_proposer or chosen(config)
     if make_proposer is not None and spec.pooling is not None:
         raise ValueError(
@@ -112,11 +113,14 @@ def start_runner(
     return config, runner
 
 
-def _read_specs(config: EngineConfig, shard: Shard) -> tuple[EngineConfig, ModelSpec, ModelSpec | None]:
-    """The config with the limits filled in, and a rank's shares of the model and of its drafter."""
+def read_specs(
+    config: EngineConfig, shard: Shard, changes: dict[str, Any] | None = None
+) -> tuple[EngineConfig, ModelSpec, ModelSpec | None]:
+    """The config with the limits filled in, and a rank's shares of the model and of its drafter. changes: of
+    the checkpoint's config.json. Raises ValueError or OSError with what to change."""
     model_dir = resolve_model_dir(config.model_dir)
     tokenizer_dir = resolve_model_dir(config.tokenizer_dir) if config.tokenizer_dir else model_dir
-    spec = read_spec(model_dir, tokenizer_dir, task=config.task)
+    spec = read_spec(model_dir, tokenizer_dir, changes, task=config.task)
     if config.quantization == "fp8":
         spec = spec.quantised_on_load()
     spec.check_max_seq_len(config.max_seq_len)
