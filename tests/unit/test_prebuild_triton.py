@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which variants of Triton's kernels there are, and that compiling them ahead gives those that steps run."""
 
-import ast
+import gc
 import importlib.util
 import inspect
 import json
 import sys
-import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -370,29 +369,11 @@ def test_what_is_compiled_ahead_is_what_runs(monkeypatch):
     assert collect(lambda: sample_rows(5)) == []
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_what_the_parser_refuses_beside_others_is_compiled_alone(monkeypatch, nested):
-    """As CPython 3.11's `ast.parse` does in threads. Of a function that the kernel calls, the compiler raises
-    an error of its own from the parser's."""
-    from triton.compiler.errors import CompilationError
-
-    alone = threading.get_ident()
-
-    class Kernel:
-        compiled = 0
-
-        def preload(self, data):
-            if data and threading.get_ident() != alone:
-                error = SystemError("AST constructor recursion depth mismatch (before=63, after=0)")
-                if nested:
-                    raise CompilationError("x = 1", ast.parse("x = 1").body[0]) from error
-                raise error
-            self.compiled += 1
-
-    kernel = Kernel()
-    monkeypatch.setattr(prebuild_triton, "collect", lambda _: [(kernel, failing) for failing in (0, 1, 0, 1)])
-    assert prebuild_triton.prepare(CONFIG, BUNDLED, torch.bfloat16) == 4
-    assert kernel.compiled == 4
+def test_no_garbage_is_collected_while_threads_parse_kernels():
+    seen = []
+    kernel = SimpleNamespace(preload=lambda data: seen.append(gc.isenabled()))
+    assert prebuild_triton.compile_together([(kernel, "")] * 4) == []
+    assert seen == [False] * 4 and gc.isenabled()
 
 
 def test_what_fails_for_its_own_reasons_is_compiled_once(monkeypatch, caplog):

@@ -8,6 +8,7 @@ forgotten here is compiled when the warm-up first runs it.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import os
@@ -86,7 +87,7 @@ def _prepare(calls: Callable[[], object], began: float) -> int:
 
 def compile_together(
     variants: Sequence[tuple[Any, str]], compiled: Callable[[], None] = lambda: None
-) -> list[Exception]:
+) -> list[BaseException]:
     """Compile what collect() found, in a thread for each core, for the current device. Calls `compiled` after
     each, and returns what those raised that failed."""
     index = torch.cuda.current_device() if torch.cuda.is_available() else None
@@ -95,37 +96,21 @@ def compile_together(
         if index is not None:
             torch.cuda.set_device(index)
 
-    again: list[tuple[Any, str]] = []
-    errors: list[Exception] = []
+    errors: list[BaseException] = []
     workers = max(1, min(len(variants), len(os.sched_getaffinity(0))))
-    with ThreadPoolExecutor(workers, "triton", choose_device) as threads:
-        futures = {threads.submit(kernel.preload, data): (kernel, data) for kernel, data in variants}
-        for future in as_completed(futures):
-            try:
-                future.result()
-            except Exception as error:  # Triton's compiler raises what its passes raise
-                if _parser_failed(error):
-                    again.append(futures[future])
-                else:
+    # Where it runs between, CPython 3.11's `ast.parse` fails now and then in one of several threads.
+    gc.disable()
+    try:
+        with ThreadPoolExecutor(workers, "triton", choose_device) as threads:
+            futures = [threads.submit(kernel.preload, data) for kernel, data in variants]
+            for future in as_completed(futures):
+                if (error := future.exception()) is not None:
                     errors.append(error)
-            else:
-                compiled()
-    for kernel, data in again:
-        try:
-            kernel.preload(data)
-        except Exception as error:
-            errors.append(error)
-        else:
-            compiled()
+                else:
+                    compiled()
+    finally:
+        gc.enable()
     return errors
-
-
-def _parser_failed(error: BaseException | None) -> bool:
-    """Whether CPython 3.11's `ast.parse` raised it or what it comes from, which happens now and then where
-    several threads parse and the garbage collector runs between; alone it does not."""
-    while error is not None and not isinstance(error, SystemError):
-        error = error.__cause__
-    return error is not None
 
 
 def collect(calls: Callable[[], object]) -> list[tuple[Any, str]]:
