@@ -3,8 +3,6 @@
 
 import json
 import re
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from asking import PROMPT
@@ -93,30 +91,10 @@ def test_load_report_in_the_response_header(metered: Server) -> None:
     assert json.loads(report.removeprefix("JSON "))["named_metrics"].keys() == CAPACITY.keys()
 
 
-def expressions(node: Any) -> Iterator[str]:
-    """Every PromQL expression in a dashboard."""
-    if isinstance(node, dict):
-        yield from (node[key] for key in ("expr", "definition") if key in node)
-    for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
-        yield from expressions(child)
-
-
-def test_the_dashboard_uses_metrics_that_exist(metered: Server) -> None:
-    dashboard = json.loads((ROOT / "docs" / "grafana-dashboard.json").read_text())
-    panels = dashboard["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels) and dashboard["title"]
-    series = shown(metered).series
-    used = set()
-    for expression in expressions(dashboard):
-        assert expression.count("(") == expression.count(")"), expression
-        if re.search(r"\b(?:nv_gpu|DCGM)_", expression):
-            continue  # of machines with a GPU
-        names = re.findall(r"\b(?:nv|flashinfer)_\w+", expression)
-        assert names, expression
-        used.update(names)
-        for name, labels in re.findall(r"\b((?:nv|flashinfer)_\w+)\{(.*?)\}", expression):
-            wanted = set(LABEL.findall(labels.replace("$model", "llm")))
-            assert any(n == name and wanted <= their for n, their in series), expression
-    assert used <= {name for name, _ in series} and len(used) > 10
-    ours = {name for name in documented() if name.startswith("flashinfer_backend_")}
-    assert ours <= {name.removesuffix("_bucket") for name in used}
+def test_the_dashboard_shows_every_family_of_ours() -> None:
+    """test_dashboard.py asks a Prometheus its queries."""
+    text = (ROOT / "docs" / "grafana-dashboard.json").read_text()
+    panels = [panel["id"] for panel in json.loads(text)["panels"]]
+    assert len(set(panels)) == len(panels)
+    ours = [name for name in documented() if name.startswith("flashinfer_backend_")]
+    assert len(ours) > 10 and [name for name in ours if name not in text] == []
