@@ -87,31 +87,6 @@ def _probs(chunk: Any) -> list[Any]:
     return probs.content if probs else []
 
 
-def test_min_p_of_one_is_greedy(client: openai.OpenAI) -> None:
-    greedy = ask(client, max_tokens=30).choices[0].message.content
-    more = {"temperature": 2.0, "max_tokens": 30, "extra_body": {"min_p": 1.0}}
-    assert {ask(client, seed=seed, **more).choices[0].message.content for seed in range(3)} == {greedy}
-
-
-def test_biases_penalties_and_lengths(client: openai.OpenAI, door: OpenAiServer) -> None:
-    _, _, made = door.call("/tokenize", {"prompt": " sheep", "add_special_tokens": False})
-    (token, *_) = made["tokens"]
-    answer = ask(client, logit_bias={str(token): 100}, max_tokens=3, extra_body={"ignore_eos": True})
-    first = door.call("/detokenize", {"tokens": [token] * 3})[2]["prompt"]
-    assert answer.choices[0].message.content == first
-    long = ask(client, max_completion_tokens=40, max_tokens=40, extra_body={"min_tokens": 40})
-    assert (long.usage.completion_tokens, long.choices[0].finish_reason) == (40, "length")
-    plain = ask(client, max_tokens=40, extra_body={"ignore_eos": True})
-    varied = ask(
-        client,
-        max_tokens=40,
-        frequency_penalty=2.0,
-        presence_penalty=2.0,
-        extra_body={"ignore_eos": True, "repetition_penalty": 1.5, "top_k": 50},
-    )
-    assert plain.choices[0].message.content != varied.choices[0].message.content
-
-
 def test_ids_and_text_parts(door: OpenAiServer) -> None:
     parts = [{"type": "text", "text": "Why is the sky"}, {"type": "text", "text": "blue?"}]
     body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 5, "return_token_ids": True}

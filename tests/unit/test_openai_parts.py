@@ -376,11 +376,12 @@ def test_values_where_a_request_is_silent(tmp_path: Path) -> None:
     params = sampling_params(silent, defaults, LIMITS, NO_TOKENS, 2, Length(10))
     assert (params.temperature, params.top_k, params.top_p, params.end_id) == (0.6, 20, 1.0, 2)
     assert params.max_tokens == 90, "all that there is room for"
-    body = {"messages": ASK, "temperature": 0, "top_k": -1, "seed": -1, "ignore_eos": True}
-    said = sampling_params(
-        decode(ChatRequest, json.dumps(body).encode()), defaults, LIMITS, NO_TOKENS, 2, Length(10, 5)
-    )
+    body = {"messages": ASK, "temperature": 0, "top_k": -1, "seed": -1, "ignore_eos": True, "min_tokens": 3}
+    same = {"min_p": 0.3, "frequency_penalty": 0.5, "presence_penalty": -1.5, "repetition_penalty": 1.2}
+    asked = decode(ChatRequest, json.dumps(body | same).encode())
+    said = sampling_params(asked, defaults, LIMITS, NO_TOKENS, 2, Length(10, 5))
     assert (said.temperature, said.top_k, said.seed, said.end_id) == (0.0, 0, 2**64 - 1, -1)
+    assert said.min_tokens == 3 and {name: getattr(said, name) for name in same} == same
     other = sampling_params(silent, defaults, LIMITS, NO_TOKENS, 2, Length(10))
     assert other.seed != params.seed
     write(tmp_path, generation_config_json={"stop_strings": "\nUser:"})
