@@ -133,12 +133,6 @@ def test_a_required_input_that_is_missing(
 
 
 @each_endpoint
-def test_a_request_with_neither_prompt_nor_length(endpoints: Endpoints, endpoint: str) -> None:
-    status, text = endpoints.error(endpoint, {"temperature": np.array([[0.5]], np.float32)})
-    assert status == INVALID_ARG[endpoint] and text
-
-
-@each_endpoint
 def test_a_batch_larger_than_max_batch_size(endpoints: Endpoints, endpoint: str) -> None:
     rows = {"text_input": strings(*["a"] * 257), "max_tokens": int32(*[1] * 257)}
     status, text = endpoints.error(endpoint, rows)
