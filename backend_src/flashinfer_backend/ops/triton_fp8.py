@@ -136,28 +136,31 @@ def finish(
 @triton.jit(do_not_specialize=["tokens", "rows"])
 def _quantise_groups(
     x, norm_weight, elements, scales, normed, tokens, rows, eps,
-    K: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, NATIVE: tl.constexpr,
+    K: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    # A program takes GROUPS neighbouring groups of a row, with a norm all. Rows beyond the tokens are zeros.
-    row = tl.program_id(0).to(tl.int64)
+    # A program takes GROUPS neighbouring groups of ROWS rows, with a norm all. Rows beyond the tokens are
+    # zeros.
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    inside = group < K // GROUP
-    k = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    k = (group[:, None] * GROUP + tl.arange(0, GROUP)[None, :])[None, :, :]
+    real = (group < K // GROUP)[None, :, None]
     if norm_weight is not None:
-        weight = tl.load(norm_weight + k, mask=inside[:, None], other=0.0).to(tl.float32)
+        weight = tl.load(norm_weight + k, mask=real, other=0.0).to(tl.float32)
     wait_and_launch(NATIVE)
-    # Not &, which in Triton's interpreter makes an int32 of a block and a scalar: no mask from 3.9 on.
-    given = tl.where(row < tokens, inside, False)[:, None]
-    values = tl.load(x + row * K + k, mask=given, other=0.0).to(tl.float32)
+    inside, given = real & (row < rows)[:, None, None], real & (row < tokens)[:, None, None]
+    cells = row[:, None, None] * K + k
+    values = tl.load(x + cells, mask=given, other=0.0).to(tl.float32)
     if norm_weight is not None:
-        values *= tl.rsqrt(tl.sum(tl.sum(values * values, axis=1), axis=0) / K + eps)
+        squares = tl.sum(tl.sum(values * values, axis=2), axis=1)
+        values *= tl.rsqrt(squares / K + eps)[:, None, None]
         rounded = (values * weight).to(x.dtype.element_ty)  # as a norm's result
         if normed is not None:
-            tl.store(normed + row * K + k, rounded, mask=given)
+            tl.store(normed + cells, rounded, mask=given)
         values = rounded.to(tl.float32)
-    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(values), axis=1), _SMALLEST_PEAK), _LARGEST)
-    tl.store(elements + row * K + k, to_e4m3(values, scale[:, None]), mask=inside[:, None])
-    tl.store(scales + group * rows.to(tl.int64) + row, scale, mask=inside)
+    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(values), axis=2), _SMALLEST_PEAK), _LARGEST)
+    tl.store(elements + cells, to_e4m3(values, scale[:, :, None]), mask=inside)
+    of_groups = scales + group[None, :] * rows.to(tl.int64) + row[:, None]
+    tl.store(of_groups, scale, mask=(group < K // GROUP)[None, :] & (row < rows)[:, None])
 
 
 Quantised = tuple[Tensor, Tensor]  # of quantise_groups
@@ -172,11 +175,13 @@ def quantise_groups(x: Tensor, norm: Norm | None = None, normed: Tensor | None =
     rows = padded(tokens)
     elements = torch.empty(rows, inner, dtype=E4M3, device=x.device)
     scales = torch.empty(inner // BLOCK, rows, dtype=torch.float32, device=x.device)
-    groups = triton.next_power_of_2(inner // BLOCK) if norm else 16
-    _quantise_groups[(rows, triton.cdiv(inner // BLOCK, groups))](
+    groups = triton.next_power_of_2(inner // BLOCK)
+    groups = groups if norm else min(groups, 16)
+    of_program = max(1, 16 // groups)
+    _quantise_groups[(triton.cdiv(rows, of_program), triton.cdiv(inner // BLOCK, groups))](
         x, norm.weight if norm else None, elements, scales, normed, tokens, rows, norm.eps if norm else 0.0,
-        K=inner, GROUPS=groups, GROUP=BLOCK, NATIVE=NATIVE, num_warps=min(max(groups * BLOCK // 1024, 4), 16),
-        launch_pdl=NATIVE,
+        K=inner, ROWS=of_program, GROUPS=groups, GROUP=BLOCK, NATIVE=NATIVE,
+        num_warps=min(max(groups * BLOCK // 1024, 4), 16), launch_pdl=NATIVE,
     )  # fmt: skip
     return elements, scales.t()
 
