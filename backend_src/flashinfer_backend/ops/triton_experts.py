@@ -348,7 +348,8 @@ def _e2m1(words, scale, KIND: tl.constexpr, COLUMN: tl.constexpr, NATIVE: tl.con
 
 @triton.jit
 def _powers(scales, offsets, mask, GROUPS: tl.constexpr, ROWS: tl.constexpr, NATIVE: tl.constexpr):
-    # Powers of two by their exponents in e8m0, times 2 ** 126: [ROWS, 8 GROUPS]; 8 neighbours have one.
+    # Powers of two by their exponents in e8m0, times 2 ** 126, of words' first two columns and of their
+    # last two: [ROWS, 8 GROUPS] each; 16 neighbours have one.
     # Behind a row's scales lie zeros (ops.weight.Mxfp4, block_shape), so only rows are masked: with a mask
     # by columns, Triton would load single bytes, and none ahead.
     exponent = tl.load(scales + offsets, mask=mask[:, None], other=0).to(tl.int32) + 126
@@ -356,7 +357,14 @@ def _powers(scales, offsets, mask, GROUPS: tl.constexpr, ROWS: tl.constexpr, NAT
         power = (exponent << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
         power = (exponent << 23).to(tl.float32, bitcast=True)
-    return tl.reshape(tl.broadcast_to(power[:, :, None], [ROWS, GROUPS, 8]), [ROWS, GROUPS * 8])
+    first, last = tl.split(tl.reshape(power, [ROWS, GROUPS // 2, 2]))
+    return _wider(first, GROUPS // 2, ROWS), _wider(last, GROUPS // 2, ROWS)
+
+
+@triton.jit
+def _wider(powers, BLOCKS: tl.constexpr, ROWS: tl.constexpr):
+    # Each of powers [ROWS, BLOCKS] 16 times.
+    return tl.reshape(tl.broadcast_to(powers[:, :, None], [ROWS, BLOCKS, 16]), [ROWS, BLOCKS * 16])
 
 
 @triton.jit
@@ -411,27 +419,31 @@ def _product(
         if GATED:
             up_scale = tl.load(own_scales + N // GROUP * APART)
     if SCALES == "mxfp4":
-        # Four columns in a word, 8 apart of each 32: four products of a quarter of the columns.
+        # Four columns in a word, 16 apart of each 64: four products of a quarter of the columns.
+        WORDS: tl.constexpr = (K + 63) // 64 * 16  # of a row
         h, g = tl.arange(0, INNER // 4), tl.arange(0, INNER // 32)
         first_row = expert * HEIGHT + n[:, None]
-        words_of = weight + first_row * (K // 4) + h[None, :]
+        words_of = weight + first_row * WORDS + h[None, :]
         groups_of = scales + first_row * APART + g[None, :]
-        quarter = x + x_row[:, None] * K + (h // 8 * 32 + h % 8)[None, :]
+        column = h // 16 * 64 + h % 16
+        quarter = x + x_row[:, None] * K + column[None, :]
         for i in tl.range(0, LAST + 1, num_stages=STAGES):
-            left = K // 4 - i * (INNER // 4)
-            real = (h < left)[None, :]
+            real = (h < WORDS - i * (INNER // 4))[None, :]
             words = tl.load(words_of + i * (INNER // 4), mask=inside[:, None] & real, other=0)
-            power = _powers(groups_of, i * (INNER // 32), inside, INNER // 32, ROWS, NATIVE)
+            powers = _powers(groups_of, i * (INNER // 32), inside, INNER // 32, ROWS, NATIVE)
             if GATED:
-                beyond = N * (K // 4) + i * (INNER // 4)
+                beyond = N * WORDS + i * (INNER // 4)
                 up_words = tl.load(words_of + beyond, mask=inside[:, None] & real, other=0)
                 beyond = N * APART + i * (INNER // 32)
-                up_power = _powers(groups_of, beyond, inside, INNER // 32, ROWS, NATIVE)
+                up_powers = _powers(groups_of, beyond, inside, INNER // 32, ROWS, NATIVE)
             for q in tl.static_range(4):
-                x_block = tl.load(quarter + i * INNER + 8 * q, mask=there[:, None] & real, other=0.0).T
-                acc = tl.dot(_e2m1(words, power, KIND, q, NATIVE), x_block, acc)
+                given = real
+                if K % 64 != 0:
+                    given = (column < K - i * INNER - 16 * q)[None, :]
+                x_block = tl.load(quarter + i * INNER + 16 * q, mask=there[:, None] & given, other=0.0).T
+                acc = tl.dot(_e2m1(words, powers[q // 2], KIND, q, NATIVE), x_block, acc)
                 if GATED:
-                    up = tl.dot(_e2m1(up_words, up_power, KIND, q, NATIVE), x_block, up)
+                    up = tl.dot(_e2m1(up_words, up_powers[q // 2], KIND, q, NATIVE), x_block, up)
     elif SCALES == "int4":
         # Four columns in a word, 32 apart: four products of 32 columns each. Scales are [groups, rows].
         h = tl.arange(0, 32)

@@ -428,8 +428,9 @@ class Mxfp4:
     name = "mxfp4"
 
     def empty(self, role: Role, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
-        data = torch.empty(shape[0], shape[1] // 2, dtype=torch.uint8, device=device)
         rows, groups = shape[0], shape[1] // mxfp4.GROUP
+        packed = -(-shape[1] // mxfp4.PACKED) * mxfp4.PACKED // 2
+        data = torch.empty(rows, packed, dtype=torch.uint8, device=device)
         apart = -(-groups // mxfp4.ALIGNED) * mxfp4.ALIGNED
         scale = torch.zeros(rows, apart, dtype=torch.uint8, device=device)[:, :groups]
         weight = Weight(role, data, self, scale)
