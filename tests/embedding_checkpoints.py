@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification, Qwen3Config
 
-from checkpoints import SIZES, make_checkpoint, make_model
+from checkpoints import SIZES, edit_config, make_checkpoint, make_model
 from flashinfer_backend.core.paths import resolve_model_dir
 
 OPTIONS = {"vocab_size": 2048, "max_position_embeddings": 512, "head_dim": 32}
@@ -59,8 +59,7 @@ def _with_tokenizer(folder: Path) -> Path:
 def make_embedder(folder: Path, normalize: bool = True, **sizes: Any) -> Path:
     """As Qwen3-Embedding's folder: tensors without the beginning "model.", architecture Qwen3ForCausalLM."""
     make_model("qwen3", **OPTIONS | sizes).model.save_pretrained(folder)
-    config = folder / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": ["Qwen3ForCausalLM"]}))
+    edit_config(folder, architectures=["Qwen3ForCausalLM"])
     write_modules(folder, "Transformer", "Pooling", *(["Normalize"] if normalize else []))
     write_pooling(folder)
     prompts = {"prompts": PROMPTS, "default_prompt_name": None, "similarity_fn_name": "cosine"}

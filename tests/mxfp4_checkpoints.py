@@ -5,7 +5,6 @@ Nothing here is the package's own code. The names and layout are those of openai
 transformers' integrations/mxfp4.py.
 """
 
-import json
 import shutil
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoints import make_checkpoint
+from checkpoints import edit_config, make_checkpoint
 
 NUMBERS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 QUANTIZATION = {
@@ -55,6 +54,5 @@ def publish(dense: Path, published: Path) -> Path:
     for path, found in ((dense, tensors), (published, written)):
         found = {name: tensor.contiguous() for name, tensor in found.items()}
         save_file(found, path / "model.safetensors", metadata={"format": "pt"})
-    config = published / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": QUANTIZATION}))
+    edit_config(published, quantization_config=QUANTIZATION)
     return published

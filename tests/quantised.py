@@ -20,7 +20,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from checkpoints import make_checkpoint
+from checkpoints import edit_config, make_checkpoint
 
 PROMPTS = [torch.randint(3, 256, (n,), generator=torch.manual_seed(n)).tolist() for n in range(5, 13)]
 # q 256 rows, k and v 128; hidden_size leaves blocks of 128 that are not full.
@@ -302,11 +302,6 @@ def sizes_of(kind: str) -> dict[str, Any]:
     sizes = {"qwen3-moe": EXPERT_SIZES, "qwen2-moe": twice, "qwen3.5-moe": experts | DELTA_SIZES}
     sizes |= {"qwen3.5": DELTA_SIZES | few}
     return next((own for name, own in sizes.items() if kind.startswith(name)), {})
-
-
-def edit_config(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:

@@ -2,14 +2,14 @@
 """Checkpoints with weights of 4 bits through the real engine, against a float64 model of what they mean.
 MXFP4 is compared with transformers, with the same numbers in float32."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from checkpoints import edit_config, edit_tensors
 from engine.harness import serve, start_core
 from engine.ranks_in_threads import start_ranks
 from engine.test_fp8 import answers
@@ -22,7 +22,7 @@ from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import WeightsError, load_weights
 from flashinfer_backend.ops import torch_ops
 from int4_checkpoints import INT4_LAYOUTS, make_int4
-from mxfp4_checkpoints import make_mxfp4
+from mxfp4_checkpoints import QUANTIZATION, make_mxfp4
 from quantised import PROMPTS, Quantised
 
 CASES = [(layout, "llama") for layout in INT4_LAYOUTS if layout != "gptq-qwen3.5"] + [
@@ -127,15 +127,12 @@ def test_mxfp4_that_cannot_be_read_is_refused(tmp_path):
         UnsupportedModelError, match=r"down_proj would have 48 columns on each of 2 ranks; in"
     ):
         read_spec(folder).share(Shard(0, 2))
-    config = folder / "config.json"
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.1.mlp.experts.down_proj_scales"][2, 3, 1] = 255
-    save_file(tensors, folder / "model.safetensors")
+    scales = "model.layers.1.mlp.experts.down_proj_scales"
+    edit_tensors(folder, lambda tensors: tensors[scales][2, 3, 1].fill_(255))
     with pytest.raises(WeightsError, match=r"down_proj_scales has scales above 128 \(2"):
         load_weights(Transformer(read_spec(folder), torch_ops, "float32", "cpu"), folder)
-    written = json.loads(config.read_text())
-    written["quantization_config"]["modules_to_not_convert"].pop(0)
-    config.write_text(json.dumps(written))
+    others = QUANTIZATION["modules_to_not_convert"][1:]
+    edit_config(folder, quantization_config=QUANTIZATION | {"modules_to_not_convert": others})
     with pytest.raises(
         UnsupportedModelError, match=r"q_proj.* should not be in MXFP4.*modules_to_not_convert"
     ):

@@ -13,9 +13,9 @@ import pytest
 import torch
 from openai_server import OpenAiServer, openai_running
 from running import wait_for
-from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
+from checkpoints import edit_tensors
 from embedding_checkpoints import ANSWERS, PROMPTS, make_embedder, make_reranker
 
 TEXTS = ["Once upon a time", "The king and the queen had a son. " * 20, "a", "Once upon a time there was"]
@@ -32,9 +32,7 @@ LIMITS = ("max_num_tokens=64", "max_num_tokens_while_decoding=64", "max_seq_len=
 @pytest.fixture(scope="module")
 def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_embedder(tmp_path_factory.mktemp("models") / "tiny-embed")
-    tensors = load_file(folder / "model.safetensors")
-    next(value for name, value in tensors.items() if "embed_tokens" in name)[BROKEN] = math.nan
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    edit_tensors(folder, lambda tensors: tensors["embed_tokens.weight"][BROKEN].fill_(math.nan))
     return folder
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_models import edit_tensors
 
-from checkpoints import make_checkpoint
+from checkpoints import edit_config, edit_tensors, make_checkpoint
 from eagle3_heads import FORMS, make_head
 from flashinfer_backend.core.paths import BUNDLED, resolve_model_dir
 from flashinfer_backend.models.hf import read_drafter, read_spec
@@ -20,7 +19,6 @@ from flashinfer_backend.models.weights import WeightsError, load_weights
 from flashinfer_backend.ops import torch_ops
 from flashinfer_backend.speculate.eagle3 import load_eagle3
 from flashinfer_backend.speculate.heads import HeadProposer
-from quantised import edit_config
 
 SIZES: dict[str, Any] = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 256, "known": 100}
 

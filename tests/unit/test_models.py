@@ -18,7 +18,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoints import KINDS, make_checkpoint, make_model, make_multimodal
+from checkpoints import KINDS, edit_tensors, make_checkpoint, make_model, make_multimodal
 from flashinfer_backend.attention import torch_paged
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.contract import Scores
@@ -539,12 +539,6 @@ def test_paged_attention_matches_dense(monkeypatch, query_rows, group_tokens, wi
 @pytest.fixture
 def checkpoint(tmp_path) -> Path:
     return make_checkpoint("llama", tmp_path / "llama")
-
-
-def edit_tensors(path: Path, edit) -> None:
-    tensors = load_file(path / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
 def test_stored_rotary_frequencies_are_not_unexpected(checkpoint):

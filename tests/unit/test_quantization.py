@@ -2,15 +2,14 @@
 """How quantised checkpoints are recognised, refused and loaded; e4m3 in plain torch."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from test_models import edit_tensors, load
+from test_models import load
 
-from checkpoints import make_multimodal
+from checkpoints import edit_config, edit_tensors, make_multimodal
 from flashinfer_backend.core.config import EngineConfig, resolve_limits
 from flashinfer_backend.models.errors import UnsupportedModelError
 from flashinfer_backend.models.hf import read_spec
@@ -30,7 +29,6 @@ from quantised import (
     TOKEN,
     compressed_tensors,
     e4m3,
-    edit_config,
     make_quantised,
 )
 
@@ -194,11 +192,6 @@ def test_shapes_that_do_not_divide_are_refused(tmp_path, changes, message):
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 
 
-def edited(folder: Path, edit) -> Path:
-    edit_tensors(folder, edit)
-    return folder
-
-
 @pytest.mark.parametrize(
     ("layout", "edit", "message"),
     [
@@ -240,8 +233,9 @@ def test_tensors_that_do_not_fit_are_refused(tmp_path, layout, edit, message):
         folder = make_quantised(layout, "llama", tmp_path, kv_scales=True).folder
     else:
         folder = make_int4(layout, "llama", tmp_path).folder
+    edit_tensors(folder, edit)
     with pytest.raises(WeightsError, match=message):
-        load(edited(folder, edit))
+        load(folder)
 
 
 @pytest.mark.parametrize(
@@ -266,8 +260,9 @@ def test_decays_and_betas_of_delta_nets_have_16_bits(tmp_path, layout, reason):
         else:
             tensors[f"{module}.{'qweight' if layout == 'awq' else 'weight_packed'}"] = weight
 
+    edit_tensors(folder, quantise)
     with pytest.raises(WeightsError, match=reason):
-        load(edited(folder, quantise))
+        load(folder)
 
 
 LAYER = "model.language_model.layers.0"
@@ -314,7 +309,8 @@ def test_tensors_that_may_be_missing(tmp_path):
         for name in [name for name in tensors if name.endswith((".g_idx", "_proj.bias"))]:
             del tensors[name]
 
-    after = load(edited(folder, drop))
+    edit_tensors(folder, drop)
+    after = load(folder)
     for ours, theirs in zip(before.layers, after.layers, strict=True):
         assert torch.equal(ours.down.data, theirs.down.data) and ours.down.order is theirs.down.order is None
 
