@@ -322,6 +322,7 @@ class RankLink:
 
     def __init__(self, fd: int) -> None:
         self._socket = socket.socket(fileno=fd)
+        self._received = self._socket.makefile("rb")
         self._lock = threading.Lock()  # one thread at a time sends
 
     def beat(self) -> None:
@@ -352,18 +353,8 @@ class RankLink:
 
     def receive(self) -> bytes | None:
         """The next message, empty at the end, or None when rank 0 has gone."""
-        head = self._exactly(LENGTH.size)
-        return self._exactly(LENGTH.unpack(head)[0]) if head else None
-
-    def _exactly(self, count: int) -> bytes | None:
-        data = bytearray(count)
-        view, got = memoryview(data), 0
-        while got < count:
-            try:
-                more = self._socket.recv_into(view[got:])
-            except OSError:
-                return None
-            if not more:
-                return None
-            got += more
-        return bytes(data)
+        with contextlib.suppress(OSError, struct.error):  # struct's: its socket ended
+            (size,) = LENGTH.unpack(self._received.read(LENGTH.size))
+            data = self._received.read(size)
+            return data if len(data) == size else None
+        return None
