@@ -14,7 +14,6 @@ import torch
 from comparing import assert_close, compare_engines, microseconds
 from test_attention import BLOCK_SIZE, DIM, MAX_BLOCKS, MAX_SEQS, check_graphs, check_layers
 
-from engine.harness import start_core
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.copies import has_fa3
 from flashinfer_backend.attention.torch_paged import TorchPagedAttention
@@ -272,12 +271,6 @@ def test_engine(layout, kind, tmp_path):
     compare_engines(
         name, checkpoint, SETTINGS, tmp_path, longest=230, rounds=2, started=started, fp8_cache=True
     )
-
-
-def test_xqa_is_refused(tmp_path):
-    folder = make_quantised("dense", "llama", tmp_path / "model", **SIZES).folder
-    with pytest.raises(ValueError, match="attention_backend=xqa has one scale for keys and values"):
-        start_core(folder, **SETTINGS, attention_backend="xqa")
 
 
 DECODE = ((1, 256), (1, 8192), (16, 1024), (64, 256), (64, 1024), (64, 4096), (256, 256), (256, 1024))

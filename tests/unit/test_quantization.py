@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from test_models import load
 
 from checkpoints import edit_config, edit_tensors, make_multimodal
-from flashinfer_backend.core.config import EngineConfig, resolve_limits
+from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.models.errors import UnsupportedModelError
 from flashinfer_backend.models.hf import read_spec
 from flashinfer_backend.models.hf.multimodal import ALIASES
@@ -372,9 +372,6 @@ def test_what_the_cuda_kernels_lack_is_refused(tmp_path):
     for backend in ("auto", "triton", "fa2"):
         config = EngineConfig(model_dir="", kv_cache_dtype="fp8_e4m3", attention_backend=backend)
         check_cuda_formats(config, token, torch.bfloat16)
-    config = EngineConfig(model_dir="bundled", kv_cache_dtype="fp8_e4m3", attention_backend="xqa")
-    with pytest.raises(ValueError, match="attention_backend=xqa has one scale for keys and values"):
-        resolve_limits(config, 100)
 
 
 # e4m3
