@@ -30,6 +30,7 @@ import tritonclient.grpc as grpcclient
 sys.path[:0] = [str(Path(__file__).parents[n]) for n in (1, 2)] + [str(Path(__file__).parents[1] / "server")]
 
 from asking import inputs  # noqa: E402
+from openai_server import events  # noqa: E402
 from reference import Answer, Case, cases  # noqa: E402
 from running import BothDoors, both_running, build_repository, request_bytes, wait_for  # noqa: E402
 from watching import MIB, SILENT_S, Usage, attempt, ports, usage  # noqa: E402
@@ -172,13 +173,7 @@ class Client:
     def openai(self, case: Case, stream: bool) -> list[Answer]:
         path = "/v1/chat/completions" if case.question else "/v1/completions"
         text = self._post("openai", path, openai_body(case, stream))
-        if stream:
-            lines = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
-            if lines[-1] != "[DONE]":
-                raise NoAnswerError(f"a stream without its end: {text[-300:]}")
-            answers = [json.loads(line) for line in lines[:-1]]
-        else:
-            answers = [json.loads(text)]
+        answers = events(text) if stream else [json.loads(text)]
         parts = []
         for choice in (choice for answer in answers for choice in answer["choices"]):
             said = choice.get("text")
