@@ -115,9 +115,9 @@ def e4m3(x: Tensor) -> Tensor:
     return ((x / step).round() * step).clamp(-448, 448)
 
 
-def per_block(x: Tensor, size: int = 128) -> Tensor:
-    """The largest magnitude of each block, [N / size, K / size] rounded up."""
-    rows = [[part.abs().max() for part in row.split(size, 1)] for row in x.split(size)]
+def per_block(x: Tensor) -> Tensor:
+    """The largest magnitude of each block, [N / 128, K / 128] rounded up."""
+    rows = [[part.abs().max() for part in row.split(128, 1)] for row in x.split(128)]
     return torch.stack([torch.stack(row) for row in rows])
 
 

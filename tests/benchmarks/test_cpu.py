@@ -40,15 +40,16 @@ PROMPT = 128
 ROUNDS = 400
 
 
-def decoding_scheduler(rows=ROWS, max_new=2 * ROUNDS):
-    """A scheduler whose `rows` sequences have all had their prompts computed."""
+def decoding_scheduler():
+    """A scheduler whose ROWS sequences have all had their prompts computed."""
+    max_new = 2 * ROUNDS
     config = EngineConfig(
-        model_dir="", max_num_seqs=rows, max_seq_len=4096, max_input_len=4095, max_num_tokens=rows * PROMPT,
+        model_dir="", max_num_seqs=ROWS, max_seq_len=4096, max_input_len=4095, max_num_tokens=ROWS * PROMPT,
         enable_kv_cache_reuse=False,
     )  # fmt: skip
-    scheduler = Scheduler(config, KVCacheManager([BlockPool(rows * 256)], 16, reuse=False))
+    scheduler = Scheduler(config, KVCacheManager([BlockPool(ROWS * 256)], 16, reuse=False))
     rng = np.random.default_rng(0)
-    for local_id in range(rows):
+    for local_id in range(ROWS):
         prompt = rng.integers(0, 32000, PROMPT, dtype=np.int32)
         params = SamplingParams(max_tokens=max_new, temperature=0.0)
         scheduler.submit(Request(protocol.make_handle(1, local_id), prompt, params, max_new))

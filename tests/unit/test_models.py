@@ -249,8 +249,8 @@ class Paged:
     range.
     """
 
-    def __init__(self, model: Transformer, num_slots: int = 4, max_blocks: int = 12) -> None:
-        heads = model.spec.attention
+    def __init__(self, model: Transformer) -> None:
+        heads, num_slots, max_blocks = model.spec.attention, 4, 12
         shape = (num_slots * max_blocks, BLOCK_SIZE, heads.kv_heads, heads.head_dim)
         self.model = model
         self.caches = [

@@ -41,7 +41,7 @@ class DraftPace:
     asks for, then after twice as many each time, up to RAREST, until drafts pay again.
     """
 
-    def __init__(self, slots: int, most: int, costs: Costs | None = None) -> None:
+    def __init__(self, slots: int, most: int, costs: Costs | None) -> None:
         """most: drafts of a row. costs: None or without entries if none was timed."""
         self._counts, self._ratios = relative_costs(costs or unmeasured(slots, most), slots, most)
         self._chance = np.full(slots, HOPED)
