@@ -118,6 +118,9 @@ class Alone:
     def answer(self, prompt: list[int], params: SamplingParams, count: int) -> Answer:
         """The first tokens, at least `count`, of which the id that ends it is the last where that comes. Its
         stop sequences do not count."""
+        end = params.end_id
+        if shortened := not params.min_tokens and not params.grammar_type:
+            params = msgspec.structs.replace(params, end_id=-1)  # its tokens do not depend on the end
         own = msgspec.structs.replace(params, max_tokens=count, stop_sequences=[], perf_metrics=False)
         files = adapter_state(Path(params.adapter)) if params.adapter else None
         key = *prompt, files, msgspec.json.encode(msgspec.structs.replace(own, max_tokens=0))
@@ -126,15 +129,17 @@ class Alone:
             data = np.array(prompt, "<i4").tobytes()
             self._last += 1
             handle = protocol.make_handle(STUB, self._last)
-            found = self.socket.answer = Answer()
+            known = self.socket.answer = Answer()
             self.socket.ended = False
             self.socket.inbox.append(protocol.Submit(handle, data, own, 0, 0, 0))
             while not self.socket.ended:
                 assert self._loop.step()
             self.socket.inbox.append(protocol.Freed(handle))
-            found.tokens += [params.end_id] * (len(found.tokens) < count)
-            self._known[key] = found
-        return self._known[key]
+            known.tokens += [params.end_id] * (len(known.tokens) < count)
+            self._known[key] = known
+        if shortened and end in known.tokens:
+            return replace(known, tokens=known.tokens[: known.tokens.index(end) + 1])
+        return known
 
 
 class _Tokens(LocalSocket):
