@@ -23,7 +23,7 @@ CHUNKS = 256
 
 def test_chunks_through_the_ensemble(benchmark, tmp_path):
     prompts = [Prompt("One day, a cat named Tom", 8, TOKENS)] * STREAMS
-    with running(build_repository(tmp_path), tmp_path) as server:
+    with running(build_repository(tmp_path, model="bundled"), tmp_path) as server:
         load = Load("triton", server.url, time_limit=60)
         results = []
         benchmark.pedantic(lambda: results.append(run_load(load, prompts)), rounds=3, warmup_rounds=1)

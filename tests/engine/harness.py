@@ -174,8 +174,8 @@ def serve(core: Core, run_dir: Path) -> Iterator[Client]:
 @functools.cache
 def _shallow() -> tempfile.TemporaryDirectory[str]:
     made = tempfile.TemporaryDirectory(prefix="shallow-")
-    folder = Path(made.name)
-    shutil.copytree(resolve_model_dir("bundled"), folder, dirs_exist_ok=True)
+    folder = Path(made.name) / "bundled"
+    shutil.copytree(resolve_model_dir("bundled"), folder)
     config, weights = folder / "config.json", folder / "model.safetensors"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 2}))
     dropped = ("model.layers.2.", "model.layers.3.")
@@ -186,7 +186,7 @@ def _shallow() -> tempfile.TemporaryDirectory[str]:
 
 def shallow_model() -> Path:
     """The bundled model with two of its four layers, which takes half the time: for tests of any text."""
-    return Path(_shallow().name)
+    return Path(_shallow().name) / "bundled"
 
 
 def start_core(

@@ -433,7 +433,7 @@ def main() -> int:
     # The server, in a session of its own, ends as well.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory() as folder:
-        repository = build_repository(Path(folder), *options.set)
+        repository = build_repository(Path(folder), *options.set, model="bundled")
         with both_running(repository, Path(folder), ["--restarts", "0"]) as server:
             attack = Attack(server, options.seed, options.streams, exact=not options.set)
             before = attack.memory()

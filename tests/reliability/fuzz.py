@@ -40,6 +40,7 @@ from running import NGRAM, Server, build_repository, running  # noqa: E402
 
 from client.arguments import integer, positive  # noqa: E402
 from flashinfer_backend.core.bounds import FIELDS  # noqa: E402
+from flashinfer_backend.core.paths import resolve_model_dir  # noqa: E402
 from flashinfer_backend.openai import requests as openai_requests  # noqa: E402
 from flashinfer_backend.openai.formats.choice import make_reader  # noqa: E402
 from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, merged  # noqa: E402
@@ -869,18 +870,17 @@ def main() -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     wrong: list[str] = []
     with tempfile.TemporaryDirectory() as made, contextlib.ExitStack() as stack:
-        folder, targets = Path(made), {}
+        folder, targets, bundled = Path(made), {}, resolve_model_dir("bundled")
         if options.door != "openai":
             repository = build_repository(
-                folder, "max_seq_len=128", "check_invariants=true", "max_loras=2", *NGRAM
+                folder, "max_seq_len=128", "check_invariants=true", "max_loras=2", *NGRAM, model=bundled
             )
             server = stack.enter_context(running(repository, folder, options=["--restarts", "0"]))
             targets["tritonserver"] = TritonFuzz(server)
         if options.door != "triton":
             tool_format = ["--tool-format", options.tool_format]
-            door = stack.enter_context(
-                openai_running(model_with_template(folder), folder, *EAGLE3, *tool_format)
-            )
+            model = model_with_template(folder, bundled)
+            door = stack.enter_context(openai_running(model, folder, *EAGLE3, *tool_format))
             targets["the OpenAI API"] = OpenAiFuzz(door, options.tool_format)
         for name, target in targets.items():
             began = time.monotonic()

@@ -13,7 +13,6 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from engine.harness import serve, start_core
-from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.serving.generation import FINISH_REASONS
 
@@ -85,13 +84,13 @@ def drawn(rng: random.Random) -> Case:
     return case
 
 
-def cases(count: int, seed: int, folder: Path) -> list[Case]:
-    """So many different cases with their answers. folder: for the reference's socket."""
+def cases(count: int, seed: int, folder: Path, model: Path) -> list[Case]:
+    """So many different cases with their answers by the bundled model, or by layers of it. folder: for the
+    reference's socket."""
     rng, made = random.Random(seed), {}
     while len(made) < count:
         case = drawn(rng)
         made[case] = case
-    model = resolve_model_dir("bundled")
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     core = start_core(
         model,

@@ -36,6 +36,7 @@ from running import BothDoors, both_running, build_repository, request_bytes, wa
 from watching import MIB, SILENT_S, Usage, attempt, ports, usage  # noqa: E402
 
 from client.arguments import integer, positive  # noqa: E402
+from flashinfer_backend.core.paths import resolve_model_dir  # noqa: E402
 
 KNOBS = ["max_num_seqs=16", "max_num_tokens=256", "max_num_tokens_while_decoding=128"]
 KV_TOKENS = 8192  # blocks run out now and then, and what is cached has to go
@@ -327,8 +328,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        known = cases(options.cases, options.seed, folder / "reference")
-        repository = build_repository(folder, *KNOBS, kv_tokens=KV_TOKENS)
+        model = resolve_model_dir("bundled")
+        known = cases(options.cases, options.seed, folder / "reference", model)
+        repository = build_repository(folder, *KNOBS, kv_tokens=KV_TOKENS, model=model)
         with both_running(repository, folder) as server:
             soak = Soak(server, known, options.seed, options.clients, options.doors)
             soak.sample()

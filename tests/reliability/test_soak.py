@@ -10,12 +10,14 @@ from running import both_running, build_repository, wait_for
 from soak import DOORS, KNOBS, Soak, problems_at_rest, report
 from watching import KEEPERS, PARTS
 
+from engine.harness import shallow_model
+
 KV_TOKENS = 4096  # three long prompts fill it
 
 
 @pytest.mark.timeout(500)
 def test_every_answer_is_the_references(tmp_path: Path) -> None:
-    known = cases(40, 5, tmp_path / "reference")
+    known = cases(40, 5, tmp_path / "reference", shallow_model())
     with both_running(build_repository(tmp_path, *KNOBS, kv_tokens=KV_TOKENS), tmp_path) as server:
         soak = Soak(server, known, seed=5, clients=12)
         soak.sample()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of TensorRT-LLM's contract share: a reference for the bundled model, and requests as its
+"""What the tests of TensorRT-LLM's contract share: a reference for the servers' model, and requests as its
 clients make them."""
 
 import functools
@@ -14,7 +14,7 @@ from running import Server
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from flashinfer_backend.core.paths import resolve_model_dir
+from engine.harness import shallow_model
 
 PROMPT = "Once upon a time"
 LLM = "tensorrt_llm"
@@ -25,12 +25,12 @@ Change = Callable[[list[int], int, torch.Tensor], torch.Tensor]  # (ids, length 
 
 @functools.cache
 def tokenizer() -> Tokenizer:
-    return Tokenizer.from_file(str(resolve_model_dir("bundled") / "tokenizer.json"))
+    return Tokenizer.from_file(str(shallow_model() / "tokenizer.json"))
 
 
 @functools.cache
 def model() -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(resolve_model_dir("bundled"), dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(shallow_model(), dtype=torch.float32).eval()
 
 
 def encode(text: str) -> list[int]:
@@ -61,9 +61,12 @@ def log_probs(prompt: list[int], produced: list[int]) -> np.ndarray:
 def greedy(prompt: str, count: int, change: Change | None = None) -> list[int]:
     """transformers' likeliest `count` ids after a prompt, whether an end id is among them or not."""
     ids = encode(prompt)
-    start = len(ids)
+    start, past = len(ids), None
     for _ in range(count):
-        row = logits(ids)[-1].clone()
+        new = ids if past is None else ids[-1:]
+        with torch.inference_mode():
+            found = model()(torch.tensor([new]), past_key_values=past, use_cache=True)
+        row, past = found.logits[0, -1].clone(), found.past_key_values
         ids.append(int((change(ids, start, row) if change else row).argmax()))
     return ids[start:]
 

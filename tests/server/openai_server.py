@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 from running import TIMEOUT_S, Launched, fetch, while_ready
 
-from flashinfer_backend.core.paths import resolve_model_dir
+from engine.harness import shallow_model
 from ports import free_ports
 
 LOGITS_MIB = 4  # of the session's door: 512 tokens of the bundled model
@@ -41,10 +41,10 @@ Answer:\
 {% else %}{# <think></think> #}{% endif %}"""
 
 
-def model_with_template(folder: Path) -> Path:
-    """A copy of the bundled model with TEMPLATE."""
+def model_with_template(folder: Path, model: Path | None = None) -> Path:
+    """A copy of a model with the bundled one's tokenizer, of shallow_model without one, with TEMPLATE."""
     copy = folder / "tiny-chat"
-    shutil.copytree(resolve_model_dir("bundled"), copy)
+    shutil.copytree(model or shallow_model(), copy)
     file = copy / "tokenizer_config.json"
     config = json.loads(file.read_text())
     del config["chat_template"], config["pad_token"]

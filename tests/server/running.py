@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real tritonserver with the bundled model, as `make serve` starts it."""
+"""A real tritonserver with layers of the bundled model, as `make serve` starts it."""
 
 import contextlib
 import http.client
@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import psutil
 import zmq
 
+from engine.harness import shallow_model
 from flashinfer_backend.config_tools import cli
 from flashinfer_backend.launch import launcher as serve
 from flashinfer_backend.transport import protocol
@@ -41,11 +42,16 @@ JSON_LOGITS_MIB = 4  # its max_json_logits_mib
 
 
 def build_repository(
-    folder: Path, *knobs: str, kv_tokens: int = 32768, models: Mapping[str, Path | str] | None = None
+    folder: Path,
+    *knobs: str,
+    kv_tokens: int = 32768,
+    model: Path | str | None = None,
+    models: Mapping[str, Path | str] | None = None,
 ) -> Path:
-    """A model repository with the bundled model, or `models` by name, and a KV cache of `kv_tokens` tokens;
-    knobs override both."""
+    """A model repository with a model (without one: two layers of the bundled one), or `models` by name, and
+    a KV cache of `kv_tokens` tokens; knobs override these."""
     defaults = ["device=cpu", f"max_tokens_in_paged_kv_cache={kv_tokens}"]
+    defaults += [] if models else [f"model_dir={model or shallow_model()}"]
     given = {knob.partition("=")[0] for knob in knobs}
     defaults = [knob for knob in defaults if knob.partition("=")[0] not in given]
     named = [f"--model={name}={model}" for name, model in (models or {}).items()]

@@ -63,9 +63,8 @@ def texts(adapters: dict[str, Path]) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def server(adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothDoors]:
     folder = tmp_path_factory.mktemp("server")
-    repository = build_repository(
-        folder, "max_loras=1", "dtype=float32", f"lora_modules=named={adapters['named']}"
-    )
+    knobs = ["max_loras=1", "dtype=float32", f"lora_modules=named={adapters['named']}"]
+    repository = build_repository(folder, *knobs, model=BUNDLED)
     with both_running(repository, folder, ["--openai-lora-root", str(adapters["named"].parent)]) as server:
         yield server
 

@@ -189,9 +189,9 @@ def test_chat_in_a_terminal(server: Server, watch: EngineWatch) -> None:
         shown = shell.until("model: ", at)
         assert "system: Be brief." in shown and "you: Who is Anna?" in shown
 
-        # A long answer, stopped: the server forgets it.
+        # A long answer, without words that would end it, stopped: the server forgets it.
         before = watch.status().cancellations
-        for words in ("/set max_tokens 1500", "/set min_tokens 1500", "/set end_id 1048576", "/reset"):
+        for words in ("/set max_tokens 1500", "/set temperature 9", "/set end_id 1048576", "/reset"):
             shell.type(words + "\n")
         shell.until(lambda shown: "is forgotten" in shown and shown.endswith("you> "), at)
         at = len(shell.shown)
