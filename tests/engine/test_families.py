@@ -7,7 +7,8 @@ import pytest
 
 from checkpoints import KINDS, make_checkpoint
 from engine.harness import serve, start_core
-from engine.test_generate import GREEDY, make_prompts, reference
+from engine.test_generate import make_prompts, reference
+from flashinfer_backend.core.sampling_params import SamplingParams
 from thinned import some
 
 # One of each kind of layer; what all families have in common is tested with Llama's.
@@ -16,7 +17,7 @@ FEW = [
     "mpt", "olmo3", "phi3", "qwen2-moe", "qwen3-next", "qwen3.5", "qwen3.5-moe", "smollm3",
 ]  # fmt: skip
 
-
+ASKED = 24  # tokens of an answer, which are in several blocks
 # transformers takes other factors for short sequences, an engine one kind for all.
 EVERY = [kind for kind in KINDS if kind != "phi3-long"]
 
@@ -26,11 +27,12 @@ def test_the_engine_gives_the_ids_of_transformers(kind: str, tmp_path: Path) -> 
     folder, prompts = make_checkpoint(kind, tmp_path / "model"), make_prompts(6)
     few = {"max_num_tokens": 16, "max_num_tokens_while_decoding": 16, "max_tokens_in_paged_kv_cache": 256}
     core = start_core(folder, max_num_seqs=6, max_seq_len=160, check_invariants=True, **few)
+    greedy = SamplingParams(max_tokens=ASKED, temperature=0.0)
     longest = max(range(6), key=lambda index: len(prompts[index]))
     with serve(core, tmp_path / "run") as client:
-        answers = client.generate(prompts, GREEDY)
-        assert client.generate([prompts[longest]] * 2, GREEDY) == [answers[longest]] * 2
-    assert answers == reference(folder, prompts, answers)
+        answers = client.generate(prompts, greedy)
+        assert client.generate([prompts[longest]] * 2, greedy) == [answers[longest]] * 2
+    assert answers == reference(folder, prompts, answers, ASKED)
     windows = core.runner.state.model.spec.windows(160)
     assert bool(core.scheduler.preemptions) == (None in windows), "blocks of windows do not run out"
     assert core.scheduler.prompt_tokens_reused

@@ -41,10 +41,12 @@ def next_ids(model: Any, prompts: list[list[int]], answers: list[list[int]], cou
     return found
 
 
-def reference(folder: Path, prompts: list[list[int]], answers: list[list[int]]) -> list[list[int]]:
-    """The answers, exactly if they are the greedy ones of the checkpoint in transformers, LONG ids each."""
+def reference(
+    folder: Path, prompts: list[list[int]], answers: list[list[int]], count: int = LONG
+) -> list[list[int]]:
+    """The answers, exactly if they are the checkpoint's greedy ones in transformers, `count` ids each."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    return next_ids(model, prompts, answers, LONG)
+    return next_ids(model, prompts, answers, count)
 
 
 @pytest.fixture(scope="module")
