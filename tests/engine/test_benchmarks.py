@@ -64,7 +64,7 @@ def test_answers_are_those_of_the_texts_and_drafts_repeat_them(
 def test_steps_keep_as_many_tokens_as_asked_for(kind: str, head: str, accepted: float, tmp_path: Path):
     checkpoint = make_checkpoint(kind, tmp_path / "target", initializer_range=0.02)
     core = start_core(checkpoint, load_format="dummy", make_proposer=make_replaying(3, accepted, head))
-    length = 200
+    length = 100
     with serve(core, tmp_path) as client:
         params = SamplingParams(max_tokens=length, temperature=0.0, end_id=-1)
         (found,) = client.generate([[5, 6, 7]], params)

@@ -127,8 +127,8 @@ def without(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[A
 @pytest.mark.parametrize(
     ("count", "spoilt", "blocks", "graphs"),
     some(
-        list(itertools.product((1, 4), (0.0, 0.3, 1.0), (0, 320), (False, True))),
-        [(1, 0.0, 0, False), (3, 0.3, 320, False), (4, 1.0, 320, False), (3, 0.3, 320, True)],
+        list(itertools.product((1, 4), (0.0, 0.3, 1.0), (0, 160), (False, True))),
+        [(1, 0.0, 0, False), (3, 0.3, 160, False), (4, 1.0, 160, False), (3, 0.3, 160, True)],
     ),
 )
 def test_tokens_are_those_of_steps_without_drafts(

@@ -197,7 +197,7 @@ def test_the_bundled_head_is_accepted(tmp_path: Path):
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     prompt = tokenizer.encode("Once upon a time").ids
     params = [
-        SamplingParams(max_tokens=150, temperature=temperature, seed=5, end_id=-1)
+        SamplingParams(max_tokens=80, temperature=temperature, seed=5, end_id=-1)
         for temperature in (0.0, 0.8)
     ]
 

@@ -18,7 +18,7 @@ NGRAM = {"speculative_method": "ngram", "max_draft_len": 3}
 def parameters(every_other: bool = False) -> list[SamplingParams]:
     """every_other: of the requests takes drafts, the others switch them off."""
     params = [
-        SamplingParams(max_tokens=30 + 3 * i, temperature=0.3 * (i % 2), seed=i, end_id=-1) for i in range(8)
+        SamplingParams(max_tokens=24 + i, temperature=0.3 * (i % 2), seed=i, end_id=-1) for i in range(8)
     ]
     params[2].repetition_penalty, params[5].log_probs = 1.2, True
     for each in params:
