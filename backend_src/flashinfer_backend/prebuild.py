@@ -66,7 +66,8 @@ def main(argv: list[str] | None = None) -> int:
             config, model, drafter = read_specs(config, shard)
         else:
             sizes = {"head_dim": 128, "hidden_size": 4096, "intermediate_size": 14336}
-            config, model, drafter = read_specs(config, WHOLE, sizes)
+            longest = {"max_position_embeddings": config.max_seq_len} if config.max_seq_len else {}
+            config, model, drafter = read_specs(config, WHOLE, sizes | longest)
         dtype = choose_dtype(config, model, torch.device("cuda"))
         compiled = prebuild.prepare(config, model, dtype, drafter)
         if options.output:

@@ -253,6 +253,16 @@ def test_the_image_has_the_modules_of_one_gpu_and_of_several(monkeypatch):
         assert compiled >= kinds(model=model, dtype=dtype, tensor_parallel_size=ranks)
 
 
+def test_knobs_need_not_fit_the_model_whose_config_is_at_hand(monkeypatch):
+    """Without --model that is the bundled one's."""
+    found = []
+    monkeypatch.setattr(prebuild, "prepare", lambda *settings: found.append(settings))
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "")  # which main sets
+    assert main(["--arch", "sm_90", "--set", "max_seq_len=131072"]) == 0
+    ((config, model, *_),) = found
+    assert config.max_seq_len == model.longest_seq_len == 131072
+
+
 def test_groups_of_ranks_need_what_their_shared_experts_do(monkeypatch, tmp_path):
     """Which are not folded there."""
     folder, found = make_checkpoint("qwen3.5-moe", tmp_path), []
