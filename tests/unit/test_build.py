@@ -235,6 +235,8 @@ def test_profile_and_set(build, tmp_path):
         "max_num_seqs": "64", "max_seq_len": "2048", "cuda_graph_batch_sizes": "1,4,8",
         "kv_cache_free_gpu_mem_fraction": "0.8", "enable_kv_cache_reuse": "false", "attention_backend": "fa2",
     }  # fmt: skip
+    config = EngineConfig.from_parameters({name: found.string_value for name, found in parameters.items()})
+    assert config.cuda_graph_batch_sizes == [1, 4, 8] and config.enable_kv_cache_reuse is False
 
 
 def test_header_names_the_command_and_python_files_are_copied(build, tmp_path, checkpoint):
