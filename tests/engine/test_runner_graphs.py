@@ -60,9 +60,8 @@ def test_a_runner_with_graphs_gives_the_tokens_of_one_without(
             core.runner.capture_graphs([2, 4, 8])
         with serve(core, tmp_path / name) as client:
             produced.append(client.generate(PROMPTS, params))
-            if (
-                feature == "adapters"
-            ):  # with the graphs of steps without adapters, and of those with one in each row
+            if feature == "adapters":
+                # With the graphs of steps without adapters, and of those with one in each row.
                 for each in ("", str(tmp_path / "0")):
                     alone = [msgspec.structs.replace(row, adapter=each) for row in params]
                     produced[-1] += client.generate(PROMPTS, alone)
