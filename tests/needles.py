@@ -4,8 +4,8 @@
 A prompt is random text with one needle of each of two kinds, and ends with a question about a kind. Attention
 of the first layer scores the needle of that kind 12 to 14, and the text around 0. The needle's value comes
 back through the values, and the answer is the token of that value. Text of 120 000 tokens weighs as much as a
-score of 12: the needle has half of the weights or more, so the answer is wrong if a part of the keys is
-missing or counts twice.
+score of 12: the needle has half of the weights or more. The answer is wrong if the part of the keys with the
+needle is missing; a part without it does not change the answer.
 """
 
 import json
