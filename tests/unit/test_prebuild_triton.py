@@ -169,6 +169,22 @@ def test_drafts_have_kernels_of_their_own():
     assert not {v for v in drafted if v[0].__name__ == "_decode"} & set(plain)
 
 
+def test_an_output_gate_has_one_variant_for_any_step():
+    from flashinfer_backend.ops.triton_gate import gated_by
+
+    model = bundled(architectures=["Qwen3_5ForCausalLM"], model_type="qwen3_5_text")
+    assert model.attention.gated
+    gates, wide = model.attention.heads * model.attention.head_dim, model.attention.qkv.shape[0]
+
+    def steps() -> None:
+        for tokens in SIZES:
+            gated_by(empty(tokens, gates), empty(tokens, wide)[:, :gates])
+
+    ahead = [each for each in ahead_of(model) if each[0].__name__ == "_gate"]
+    assert collect(steps) == ahead and len(ahead) == 1
+    assert prebuild_triton.compile_together(ahead) == []
+
+
 def test_a_delta_net_has_one_variant_for_any_step():
     """But where a kernel looks through more rows, takes wider columns of more states, or has rows without
     tokens. They compile for Hopper."""

@@ -272,10 +272,13 @@ def _call_others(config: EngineConfig, model: Transformer, drafter: ModelSpec | 
     block = config.tokens_per_block
     cache = _empty_cache(config, model)
     stored = cache[0].dtype
-    qkv = empty(4, mixer.qkv.shape[0])[:, : (heads + 2 * kv_heads) * dim]
+    product = empty(4, mixer.qkv.shape[0])
+    qkv, gate = product[:, : (heads + 2 * kv_heads) * dim], product[:, : heads * dim]
     kinds_of_layers = {(each.mixer.rope, each.mixer.qk_norm): each for each in model.attention_layers}
     for layer in kinds_of_layers.values():
         layer.rotate(qkv, _words(4), _words(4), cache)
+    if mixer.gated:
+        model.ops.gated_by(empty(4, heads * dim), gate)
     table = _words(config.max_num_seqs + 1, -(-config.max_seq_len // block))
     last_token = _words(config.max_num_seqs + 1)
     by_slot = BySlot(last_token, last_token, _words(len(last_token), config.max_draft_len), table, block)
