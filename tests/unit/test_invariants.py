@@ -124,6 +124,9 @@ def test_a_walk_that_is_right_breaks_none(settings: dict[str, Any]) -> None:
         ("manager.leave_behind(stream, int(table.computed[0]) + 8)", "given back the blocks before column"),
         ("window.blocks[0] = 5", "given back the blocks before column"),
         ("window.committed += 1; windows.committed += 1", "blocks as its own, which are"),
+        ("window.blocks[:window.behind] = windows.allocate(window.behind); window.behind = 0; "
+         "more = len(window.blocks) - window.committed; window.committed += more; windows.committed += more",
+         "blocks of a window, and was promised"),
     ],
 )  # fmt: skip
 def test_what_contradicts_itself_between_two_steps_is_found(statement: str, sentence: str) -> None:
