@@ -53,6 +53,8 @@ def start(shm: Path, tmp_path: Path) -> Iterator[Start]:
     for process in started:
         process.kill()
         process.wait()
+    # A child of theirs has the same command line until it has become its program.
+    wait_for(lambda: not [*stub_processes.stubs_of(SERVER), *stub_processes.stubs_of(OTHER)])
 
 
 def test_memory_of_a_stub_that_ends_by_itself_is_removed(shm: Path, start: Start) -> None:
