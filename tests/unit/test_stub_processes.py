@@ -21,7 +21,8 @@ from flashinfer_backend.launch.watchdog import Policy, Watchdog
 from flashinfer_backend.transport import rundir, stub_processes
 from waiting import wait_for
 
-SERVER, OTHER = 4194305, 4194306  # no process has them
+SERVER = 4194305 + 2 * os.getpid()  # no process has it, and no other run of these tests
+OTHER = SERVER + 1
 NAME = "/backends/python/triton_python_backend_stub"
 ENDLESS = "while :; do sleep 0.1; done"
 Start = Callable[[str, int, str], "subprocess.Popen[bytes]"]
