@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -176,13 +177,15 @@ HOLD = """if True:
     from flashinfer_backend.worker import prebuild
     with prebuild._locked(Path(sys.argv[1])):
         print("locked", flush=True)
-        sys.stdin.read()
+        for command in sys.stdin:
+            prebuild.run_ninja(command.split())
+            print("compiled", flush=True)
 """
 
 
 @contextlib.contextmanager
 def holding(folder):
-    """A process that has the lock until its input ends."""
+    """A process that has the lock, and runs a command of ninja's for each line that it gets."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], **pipes) as other:
         assert other.stdout.readline() == "locked\n"
@@ -213,6 +216,51 @@ def test_one_process_at_a_time_compiles(tmp_path, caplog, monkeypatch):
         other.wait()
         with prebuild._locked(tmp_path):
             pass
+
+
+@needs_ninja
+def test_what_another_process_compiles_is_progress_of_one_that_waits(small_build, monkeypatch, tmp_path):
+    """And its waiting alone is none."""
+    pytest.importorskip("filelock")
+    folder, command = small_build
+    monkeypatch.setattr(progress, "PROGRESS_S", 0.01)
+    monkeypatch.setattr(progress, "_file", None)
+    run = tmp_path / "run"
+    run.mkdir()
+    progress.note_in(run)
+    looks, texts = threading.Semaphore(0), set()
+
+    def log(_: str, text: str) -> None:
+        texts.add(text)
+        looks.release()
+
+    monkeypatch.setattr(progress.log, "info", log)
+
+    def after_looks() -> float:
+        for _ in range(4):
+            assert looks.acquire(timeout=120)
+        return progress.last_progress(run)
+
+    def wait() -> None:
+        with prebuild._locked(folder):
+            pass
+
+    with holding(folder) as other:
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        began = after_looks()
+        while len(texts) < 3:  # which tell the seconds
+            assert after_looks() == began, "time passes, and that is all"
+        other.stdin.write(shlex.join(command) + "\n")
+        other.stdin.flush()
+        assert other.stdout.readline() == "compiled\n"
+        while looks.acquire(blocking=False):
+            pass
+        later = after_looks()
+        assert began < later == after_looks()
+        other.kill()
+        waiting.join(120)
+    assert not waiting.is_alive()
 
 
 @pytest.mark.parametrize("wrong", [["--arch", "sm_80"], ["--arch", "hopper"]])

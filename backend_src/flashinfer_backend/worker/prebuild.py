@@ -52,7 +52,9 @@ FLAGS = (
     *("FLASHINFER_EXTRA_CFLAGS", "FLASHINFER_EXTRA_CUDAFLAGS", "FLASHINFER_EXTRA_LDFLAGS"),
     *("FLASHINFER_JIT_DEBUG", "FLASHINFER_JIT_VERBOSE", "FLASHINFER_JIT_LINEINFO"),
 )
-LOCK = "tmp/flashinfer_jit.lock"  # in FlashInfer's build folder; its own common builds also take it
+# In FlashInfer's build folder. Its own common builds also take the lock: they write the same log of ninja's,
+# which gets a line for each finished step.
+LOCK, NINJA_LOG = "tmp/flashinfer_jit.lock", ".ninja_log"
 ERROR_LINES = 15
 # What the compiler says (a regular expression) -> what is missing.
 HINTS = {
@@ -291,12 +293,22 @@ def _locked(folder: Path) -> Iterator[None]:
             return f"another process compiles the kernels: waiting, {time.monotonic() - began:.0f} s by now"
 
         log.info("%s", how_far())
-        with telling(how_far, done=time.monotonic):  # its own keeper watches the engine that is waited for
+        # A file that the other process compiled is also progress of this start. There is none while it hangs.
+        with telling(how_far, lambda: _written(folder / NINJA_LOG)):
             lock.acquire()
     try:
         yield
     finally:
         lock.release()
+
+
+def _written(path: Path) -> tuple[int, int]:
+    """What changes when a file is written; zeros where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0
+    return found.st_size, found.st_mtime_ns
 
 
 def _compile(specs: dict[Kind, Any], folder: Path) -> int:

@@ -99,6 +99,7 @@ def compile_together(
     errors: list[BaseException] = []
     workers = max(1, min(len(variants), len(os.sched_getaffinity(0))))
     # Where it runs between, CPython 3.11's `ast.parse` fails now and then in one of several threads.
+    collects = gc.isenabled()
     gc.disable()
     try:
         with ThreadPoolExecutor(workers, "triton", choose_device) as threads:
@@ -109,7 +110,8 @@ def compile_together(
                 else:
                     compiled()
     finally:
-        gc.enable()
+        if collects:
+            gc.enable()
     return errors
 
 
