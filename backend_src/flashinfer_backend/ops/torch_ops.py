@@ -274,7 +274,7 @@ def experts_add(
             continue
         tokens, place = torch.where(chosen == expert + start)
         x = normed[tokens]
-        one, two = gate_up.expert(expert, count), down.expert(expert, count)
+        one, two = gate_up.part(expert, count), down.part(expert, count)
         gate, up = one.format.product(x, one, one.bias).chunk(2, dim=-1)
         product = two.format.product(gated(gate, up, mixture.clip), two, two.bias)
         result.index_add_(0, tokens, product.float() * weights[tokens, place].unsqueeze(1))

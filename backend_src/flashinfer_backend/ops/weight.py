@@ -129,7 +129,6 @@ class Weight(nn.Module):
         self.register_buffer("order", None)
         self.adapters: LowRank | None = None
         self.input_scales: dict[int, float] = {}
-        self._experts: dict[int, Weight] = {}
         self.group_indices: dict[int, Tensor] = {}  # first row of a module -> each column's group, to finish
 
     @classmethod
@@ -157,12 +156,6 @@ class Weight(nn.Module):
         if self.bias is not None:
             part.bias = nn.Parameter(own(self.bias), requires_grad=False)
         return part
-
-    def expert(self, index: int, count: int) -> Weight:
-        """part(index, count), made once for all steps."""
-        if index not in self._experts:
-            self._experts[index] = self.part(index, count)
-        return self._experts[index]
 
 
 class Format(Protocol):
