@@ -80,6 +80,15 @@ def test_windows_and_soft_caps_have_modules_of_their_own():
     assert {kind for kind in varied if kind.startswith("fa")} == {"fa2", "fa2_alibi"}
 
 
+def test_the_libraries_depend_on_flags_but_not_on_where_files_are_found():
+    def flags(**environment):
+        return prebuild.compiler_flags({f"FLASHINFER_{name}": text for name, text in environment.items()})
+
+    assert flags(EXTRA_CUDAFLAGS="-isystem /a/include -I/b -I /c", EXTRA_LDFLAGS="-L/d -L /e") == []
+    assert flags(EXTRA_CUDAFLAGS="-I /c -lineinfo", EXTRA_CFLAGS="-g") == ["-g", "-lineinfo"]
+    assert flags(JIT_DEBUG="1") != flags(JIT_DEBUG="0") == []
+
+
 @pytest.mark.parametrize(
     ("format", "named"),
     [

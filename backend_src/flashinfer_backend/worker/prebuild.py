@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,11 +47,6 @@ LONGEST_FIRST = (
 )  # fmt: skip
 ACTIVATIONS: tuple[Kind, ...] = ("silu", "gelu_tanh")  # with modules of their own
 FILE_MEMORY = 2 << 30  # bytes that compiling one file may take
-# What the environment adds to the flags of FlashInfer's compilers.
-FLAGS = (
-    *("FLASHINFER_EXTRA_CFLAGS", "FLASHINFER_EXTRA_CUDAFLAGS", "FLASHINFER_EXTRA_LDFLAGS"),
-    *("FLASHINFER_JIT_DEBUG", "FLASHINFER_JIT_VERBOSE", "FLASHINFER_JIT_LINEINFO"),
-)
 # In FlashInfer's build folder. Its own common builds also take the lock: they write the same log of ninja's,
 # which gets a line for each finished step.
 LOCK, NINJA_LOG = "tmp/flashinfer_jit.lock", ".ninja_log"
@@ -170,9 +165,23 @@ def libraries_folder(workspace: Path) -> Path:
     import tvm_ffi
 
     parts = [f"cuda{torch.version.cuda or ''}", f"ffi{tvm_ffi.__version__}"]
-    if flags := {name: os.environ[name] for name in FLAGS if name in os.environ}:
-        parts.append(hashlib.sha256(repr(flags).encode()).hexdigest()[:8])
+    if flags := "\n".join(compiler_flags(os.environ)):
+        parts.append(hashlib.sha256(flags.encode()).hexdigest()[:8])
     return workspace / "-".join(["libraries", *parts])
+
+
+def compiler_flags(environment: Mapping[str, str]) -> list[str]:
+    """What the environment adds to FlashInfer's compiler flags; not where to search for files, which may
+    differ between the machine that compiles and the one that runs."""
+    names = ("FLASHINFER_EXTRA_CFLAGS", "FLASHINFER_EXTRA_CUDAFLAGS", "FLASHINFER_EXTRA_LDFLAGS")
+    words = shlex.split(" ".join(environment.get(name, "") for name in names))
+    kept, previous = [], ""
+    for word in words:
+        if not word.startswith(("-I", "-L", "-isystem")) and previous not in ("-I", "-L", "-isystem"):
+            kept.append(word)
+        previous = word
+    switches = ("FLASHINFER_JIT_DEBUG", "FLASHINFER_JIT_VERBOSE", "FLASHINFER_JIT_LINEINFO")
+    return kept + [f"{name}=1" for name in switches if environment.get(name, "0") == "1"]
 
 
 def library(folder: Path, name: str) -> Path:
