@@ -23,6 +23,8 @@ QUESTION = TEXT + 2 * VALUES
 ANSWER = QUESTION + 2
 VOCABULARY = ANSWER + VALUES
 MARK = 8.0  # what an embedding has in a direction of its own; in the others it has numbers around 1
+# Where the needle of each kind lies, as a share of the prompt, and its value.
+CASES = [((0.0, 1.0), (3, 11)), ((0.5, 0.1), (15, 0)), ((0.97, 0.33), (7, 7))]
 SCORE = 16.0  # of a needle, before norms make embeddings with a MARK smaller
 
 

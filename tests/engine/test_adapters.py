@@ -64,7 +64,7 @@ def make_adapter(base: Path | nn.Module, folder: Path, form: dict[str, Any], see
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.15)
-    model.create_or_update_model_card = lambda _: None  # nobody reads it, and it takes the most time
+    model.create_or_update_model_card = lambda _: None  # saving takes longest for it
     model.save_pretrained(folder)
     return folder
 

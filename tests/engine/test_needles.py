@@ -8,11 +8,10 @@ import transformers
 
 from engine.harness import serve, start_core
 from flashinfer_backend.core.sampling_params import SamplingParams
-from needles import ANSWER, hide, make_needle_model, questions
+from needles import ANSWER, CASES, hide, make_needle_model, questions
 
 LENGTH = 6000
 GREEDY = SamplingParams(max_tokens=1, temperature=0)
-CASES = [((0.0, 1.0), (3, 11)), ((0.5, 0.1), (15, 0)), ((0.97, 0.33), (7, 7))]
 
 
 def test_transformers_finds_them(tmp_path):

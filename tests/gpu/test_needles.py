@@ -2,17 +2,15 @@
 """Needles in prompts of 120 000 tokens, at the head sizes of Llama 3.1 8B: found as by plain torch."""
 
 import pytest
-import torch
 from test_engine import DEVICE
 
 from engine.harness import serve, start_core
 from flashinfer_backend.core.sampling_params import SamplingParams
-from needles import ANSWER, hide, make_needle_model, questions
+from needles import ANSWER, CASES, hide, make_needle_model, questions
 
 pytestmark = pytest.mark.gpu
 
 LENGTH = 120_000
-CASES = [((0.0, 1.0), (3, 11)), ((0.5, 0.1), (15, 0)), ((0.97, 0.33), (7, 7))]
 SETTINGS = {
     "device": DEVICE,
     "dtype": "bfloat16",
@@ -40,4 +38,3 @@ def test_needles_are_found(backend, cache, tmp_path):
             reused = core.scheduler.prompt_tokens_reused
             assert client.generate([second, first], params) == expected[::-1]
             assert core.scheduler.prompt_tokens_reused > reused + LENGTH
-    torch.cuda.empty_cache()

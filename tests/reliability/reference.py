@@ -85,8 +85,8 @@ def drawn(rng: random.Random) -> Case:
 
 
 def cases(count: int, seed: int, folder: Path, model: Path) -> list[Case]:
-    """So many different cases with their answers by the bundled model, or by layers of it. folder: for the
-    reference's socket."""
+    """`count` different cases, and what `model` answers: the bundled one, or some of its layers. folder: for
+    the reference's socket."""
     rng, made = random.Random(seed), {}
     while len(made) < count:
         case = drawn(rng)
