@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny random checkpoints, written by Hugging Face transformers."""
 
-import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+
+from editing import edit_config
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -206,19 +204,6 @@ def make_checkpoint(kind: str, path: str | Path, seed: int = 0, **overrides) -> 
     make_model(kind, seed, **overrides).save_pretrained(path, **options)
     edit_config(path, architectures=[f"{architecture}ForCausalLM"])
     return path
-
-
-def edit_config(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def edit_tensors(folder: Path, edit: Callable[[dict[str, Tensor]], Any]) -> None:
-    """Of a checkpoint in one file."""
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    edit(tensors)
-    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def make_multimodal(kind: str, path: Path) -> Path:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification, Qwen3Config
 
-from checkpoints import SIZES, edit_config, make_checkpoint, make_model
+from checkpoints import SIZES, make_checkpoint, make_model
+from editing import edit_config
 from flashinfer_backend.core.paths import resolve_model_dir
 
 OPTIONS = {"vocab_size": 2048, "max_position_embeddings": 512, "head_dim": 32}

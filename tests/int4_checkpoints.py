@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from checkpoints import edit_config
+from editing import edit_config
 from quantised import NEVER, SIZES, Quantised, linears, make_dense
 
 # q 256 rows, k and v 128; blocks of 64 columns in hidden_size, of 128 elsewhere.

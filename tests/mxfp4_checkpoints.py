@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoints import edit_config, make_checkpoint
+from checkpoints import make_checkpoint
+from editing import edit_config
 
 NUMBERS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 QUANTIZATION = {

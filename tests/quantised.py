@@ -20,7 +20,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from checkpoints import edit_config, make_checkpoint
+from checkpoints import make_checkpoint
+from editing import edit_config
 
 PROMPTS = [torch.randint(3, 256, (n,), generator=torch.manual_seed(n)).tolist() for n in range(5, 13)]
 # q 256 rows, k and v 128; hidden_size leaves blocks of 128 that are not full.

@@ -2,7 +2,6 @@
 """A real engine in a thread, spoken to over its real socket."""
 
 import functools
-import json
 import os
 import shutil
 import tempfile
@@ -15,8 +14,9 @@ from typing import Any
 
 import numpy as np
 import zmq
-from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from editing import edit_config, edit_tensors
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.sampling_params import SamplingParams
@@ -176,12 +176,14 @@ def _shallow() -> tempfile.TemporaryDirectory[str]:
     made = tempfile.TemporaryDirectory(prefix="shallow-")
     folder = Path(made.name) / "bundled"
     shutil.copytree(resolve_model_dir("bundled"), folder)
-    config, weights = folder / "config.json", folder / "model.safetensors"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 2}))
-    dropped = ("model.layers.2.", "model.layers.3.")
-    kept = {name: tensor for name, tensor in load_file(weights).items() if not name.startswith(dropped)}
-    save_file(kept, weights, metadata={"format": "pt"})
+    edit_config(folder, num_hidden_layers=2)
+    edit_tensors(folder, _without_last_layers)
     return made
+
+
+def _without_last_layers(tensors: dict[str, Tensor]) -> None:
+    for name in [name for name in tensors if name.startswith(("model.layers.2.", "model.layers.3."))]:
+        del tensors[name]
 
 
 def shallow_model() -> Path:

@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from checkpoints import edit_config, edit_tensors
+from editing import edit_config, edit_tensors
 from engine.harness import serve, start_core
 from engine.ranks_in_threads import start_ranks
 from engine.test_fp8 import answers

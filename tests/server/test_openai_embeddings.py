@@ -15,7 +15,7 @@ from openai_server import OpenAiServer, openai_running
 from running import wait_for
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-from checkpoints import edit_tensors
+from editing import edit_tensors
 from embedding_checkpoints import ANSWERS, PROMPTS, make_embedder, make_reranker
 
 TEXTS = ["Once upon a time", "The king and the queen had a son. " * 20, "a", "Once upon a time there was"]

@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoints import edit_config, edit_tensors, make_checkpoint
+from checkpoints import make_checkpoint
 from eagle3_heads import FORMS, make_head
+from editing import edit_config, edit_tensors
 from flashinfer_backend.core.paths import BUNDLED, resolve_model_dir
 from flashinfer_backend.models.hf import read_drafter, read_spec
 from flashinfer_backend.models.transformer import Transformer

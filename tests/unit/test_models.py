@@ -18,7 +18,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoints import KINDS, edit_tensors, make_checkpoint, make_model, make_multimodal
+from checkpoints import KINDS, make_checkpoint, make_model, make_multimodal
+from editing import edit_tensors
 from flashinfer_backend.attention import torch_paged
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.contract import Scores

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from test_models import load
 
-from checkpoints import edit_config, edit_tensors, make_multimodal
+from checkpoints import make_multimodal
+from editing import edit_config, edit_tensors
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.models.errors import UnsupportedModelError
 from flashinfer_backend.models.hf import read_spec
