@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grammars over single bytes, for tests."""
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -8,6 +9,7 @@ import llguidance
 import numpy as np
 
 from flashinfer_backend.structured.compiler import Vocabulary, lark_source, make_matcher
+from flashinfer_backend.structured.grammar import Grammar
 
 END = 256
 
@@ -31,3 +33,12 @@ def admits(matcher: Any, text: str | bytes) -> bool:
 def allowed(matcher: Any) -> list[int]:
     bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
     return np.flatnonzero(bits).tolist()
+
+
+def advance(grammar: Grammar, tokens: Iterable[int]) -> str | None:
+    """Follow tokens one by one, and compute the mask behind them. Returns why the text cannot go on."""
+    for token in tokens:
+        taken = grammar.matcher.try_consume_tokens([token]) == 1
+        if (problem := grammar.advanced(token, taken)) is not None:
+            return problem
+    return grammar.fill()

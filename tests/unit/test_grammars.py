@@ -24,7 +24,7 @@ from flashinfer_backend.structured.grammar import Grammar, GrammarError, is_of_t
 from flashinfer_backend.structured.masks import Move, SequenceGrammars
 from flashinfer_backend.structured.regex import few_words
 from flashinfer_backend.text.tokenizer import TextTokenizer
-from unit.grammars import admits, matcher
+from unit.grammars import admits, advance, matcher
 
 ALPHABET = "ab(c\n"
 WORDS = ["".join(word) for size in range(5) for word in itertools.product(ALPHABET, repeat=size)]
@@ -362,7 +362,7 @@ def test_a_matcher_ends_with_words_where_following_takes_too_much(compiler, kind
     grammar, tokens = compiler.compile(kind, text, 1), TextTokenizer(resolve_model_dir("bundled")).backend
     problem = None
     for token in tokens.encode(begin, add_special_tokens=False).ids:
-        if (problem := grammar.advance([token]) or grammar.fill()) is not None:
+        if (problem := advance(grammar, [token])) is not None:
             break
     assert re.search(f"after [0-9]+ tokens: .*{words}.*write it with fewer", str(problem))
     assert is_of_the_guide(str(problem))
@@ -428,7 +428,7 @@ def test_a_mask_has_the_tokens_that_the_matcher_takes(compiler, kind, text):
         assert [i for i in mask if i != 1] == taken and (1 in mask) == grammar.matcher.is_accepting()
         if not taken:
             break
-        assert grammar.advance([rng.choice(taken)]) is None and grammar.fill() is None
+        assert advance(grammar, [rng.choice(taken)]) is None
 
 
 def test_rows_move_on_together(compiler):
@@ -440,8 +440,7 @@ def test_rows_move_on_together(compiler):
             choices = [i for i in tokens_of(grammar.masks[0]) if i != 1]
             if choices:
                 moves.append(Move(grammar, [rng.choice(choices)]))
-                assert other.advance(moves[-1].tokens) is None
-                other.fill()
+                assert advance(other, moves[-1].tokens) is None
         rows.advance(moves)
         masks = rows.stacked([(grammar, -1) for grammar in grammars])
         assert (masks.view(np.uint32) == np.concatenate([other.masks for other in alone])).all()
@@ -489,10 +488,10 @@ def test_rows_have_a_mask_for_each_token_of_their_drafts(compiler, end_id):
                 for _ in range(rng.randint(0, 3)):
                     if choices := [i for i in tokens_of(other.masks[0]) if i not in (1, end_id)]:
                         accepted.append(rng.choice(choices))
-                        assert other.advance(accepted[-1:]) is None and other.fill() is None
+                        assert advance(other, accepted[-1:]) is None
                 draft = [*rng.choices(tokens_of(other.masks[0]) or [5], k=rng.randint(0, 2)), *draft]
             else:
-                assert other.advance(accepted) is None and other.fill() is None
+                assert advance(other, accepted) is None
             moves.append(Move(grammar, accepted, draft))
         rows.advance(moves)
         assert rows.followed() == [len(move.tokens) for move in moves]
@@ -526,14 +525,13 @@ def test_forced_tokens_spell_the_only_text(compiler):
         "required": ["temperature"],
     }
     grammar = compiler.compile("json_schema", json.dumps(schema), 1)
-    assert grammar.advance(tokens.encode('{"temp', add_special_tokens=False).ids) is None
-    assert grammar.fill() is None
+    assert advance(grammar, tokens.encode('{"temp', add_special_tokens=False).ids) is None
     before, at = grammar.masks.copy(), grammar.tokens
     forced = grammar.forced(20)
     assert tokens.decode(forced) == 'erature":' and grammar.forced(2) == forced[:2]
     assert grammar.fill() is None and (grammar.masks == before).all() and grammar.tokens == at
-    assert grammar.advance([*forced, *tokens.encode('"w', add_special_tokens=False).ids]) is None
-    assert grammar.fill() is None and tokens.decode(grammar.forced(20)).startswith('arm"')
+    assert advance(grammar, [*forced, *tokens.encode('"w', add_special_tokens=False).ids]) is None
+    assert tokens.decode(grammar.forced(20)).startswith('arm"')
     free = compiler.compile("regex", "[ab]+", 1)
     assert free.forced(5) == []
 
@@ -560,5 +558,5 @@ def test_without_an_end_of_its_own_a_vocabulary_has_one():
     )
     grammar = Grammar(llguidance.LLMatcher(made, HEAD + 'start: "a"'), made, -1, 3)
     assert tokens_of(grammar.masks[0]) == [0]
-    assert grammar.advance([0]) is None and grammar.fill() is None
+    assert advance(grammar, [0]) is None
     assert grammar.ended and not grammar.masks.any()

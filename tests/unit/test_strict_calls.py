@@ -23,6 +23,7 @@ from flashinfer_backend.structured.compiler import GrammarCompiler, TokenTexts
 from flashinfer_backend.structured.grammar import Grammar, GrammarError
 from flashinfer_backend.structured.preparation import GrammarPreparation
 from flashinfer_backend.text.tokenizer import TextTokenizer
+from unit.grammars import advance
 
 MARKS = ["<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|channel|>", "<|message|>", "<|start|>"]
 MARKS += ["<|end|>", "<|call|>", "<|return|>"]
@@ -155,7 +156,7 @@ def allowed(guide: Grammar, token: int) -> bool:
 
 
 def accept(guide: Grammar, token: int) -> None:
-    assert guide.advance([token]) is None and guide.fill() is None
+    assert advance(guide, [token]) is None
 
 
 def read(tool_format: str, text: str, reasoning: str = "none", inside: bool = False) -> Any:

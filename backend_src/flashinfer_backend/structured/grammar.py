@@ -28,7 +28,7 @@ class Grammar:
 
     `masks`: uint32 [1 + drafts, ceil(V / 32)], the tokens allowed next and behind each token of a draft:
     token t is bit t % 32 of word t // 32. The end id is among them where the sequence may end. Between
-    advance() and fill() they are those of the token before. `ended`: the text is whole and no token can
+    advanced() and fill() they are those of the token before. `ended`: the text is whole and no token can
     follow. `problem`: why it cannot go on.
     """
 
@@ -77,18 +77,16 @@ class Grammar:
             _set_bit(mask, self._end_id, complete)
         return complete
 
-    def advance(self, tokens: Sequence[int]) -> str | None:
-        """Follow the sequence by tokens, none of which ends it. Returns why one does not follow."""
-        followed = self.matcher.try_consume_tokens(list(tokens))
-        self.tokens += followed
-        self.ended = self.matcher.is_stopped()
-        return None if followed == len(tokens) else self._stray(tokens[followed])
-
     def advanced(self, token: int, followed: bool) -> str | None:
-        """The same of one token that the matcher has taken already, or refused."""
+        """A token that does not end the sequence was taken by the matcher (followed), or refused. Returns why
+        it does not follow."""
         self.tokens += followed
         self.ended = followed and self.matcher.is_stopped()
-        return None if followed else self._stray(token)
+        if followed:
+            return None
+        if self.matcher.is_error():
+            return self._failed(self._why())
+        return self._failed(f"token {token} does not follow the grammar after {self.tokens} tokens")
 
     def followable(self, draft: Sequence[int]) -> list[int]:
         """A draft as far as none of its tokens ends the sequence. An end is no step of the matcher: taking it
@@ -134,11 +132,6 @@ class Grammar:
             if not mask.any():
                 mask[:] = whole
         return masks
-
-    def _stray(self, token: int) -> str:
-        if self.matcher.is_error():
-            return self._failed(self._why())
-        return self._failed(f"token {token} does not follow the grammar after {self.tokens} tokens")
 
     def _failed(self, problem: str) -> str:
         self.problem = problem
