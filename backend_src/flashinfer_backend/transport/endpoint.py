@@ -69,12 +69,12 @@ class Endpoint:
         self._run_dir, self._ensure = run_dir, ensure
         self._on_status, self._on_load = on_status, on_load
         self._pid = os.getpid()
-        # Guards _up, _sinks, _prompts, _profiled and, outside the thread, _closing.
+        # Guards up, _sinks, _prompts, _profiled and, outside the thread, _closing.
         self._lock = threading.Lock()
-        self._up = False
+        self.up = False  # whether an engine is there and ready
         self._sinks: dict[int, Sink] = {}
         self._prompts: dict[int, int] = {}  # tokens to compute before the first one comes, by local id
-        self._to_compute = 0  # all of these
+        self.tokens_to_compute = 0  # all of these
         self._profiled: dict[int, Future[protocol.Profiled]] = {}  # answers to come, by local id
         self._count, self._last_id = count, index
         self._outbox: deque[bytes] = deque()
@@ -90,11 +90,6 @@ class Endpoint:
         self._thread = threading.Thread(target=self._run, name="engine link", daemon=True)
         self._thread.start()
 
-    @property
-    def up(self) -> bool:
-        """Whether an engine is there and ready."""
-        return self._up
-
     def wait_known(self) -> Exception | None:
         """Waits until the engine is ready, or could not be started (the error), or one that has run before is
         being started again, which may take any time."""
@@ -104,11 +99,6 @@ class Endpoint:
     @property
     def open_sequences(self) -> int:
         return len(self._sinks)
-
-    @property
-    def tokens_to_compute(self) -> int:
-        """Prompt tokens of this process's sequences that have had no token yet, as `submit` was told."""
-        return self._to_compute
 
     def submit(
         self,
@@ -132,7 +122,7 @@ class Endpoint:
                 self._sinks[local_id] = sink
                 if to_compute:
                     self._prompts[local_id] = to_compute
-                    self._to_compute += to_compute
+                    self.tokens_to_compute += to_compute
                 shared = handle if share_prompt_with == LEADS else share_prompt_with
                 self._send(protocol.Submit(handle, prompt, params, shared, priority, timeout_us))
         if refusal is not None:
@@ -164,7 +154,7 @@ class Endpoint:
 
     def _next_id(self) -> int:
         """With the lock. Raises EngineDown."""
-        if not self._up or self._refusal:
+        if not self.up or self._refusal:
             raise EngineDown(self._refusal or ENGINE_DOWN)
         self._last_id += self._count
         if self._last_id > LARGEST_ID:
@@ -334,9 +324,9 @@ class Endpoint:
 
     def _take_status(self, status: protocol.Status) -> None:
         self.status, self.reported_at = status, time.monotonic()
-        if not self._up:
+        if not self.up:
             with self._lock:
-                self._up = True
+                self.up = True
             self._was_ready = True
             self._known.set()
         self._on_status(status)
@@ -347,11 +337,11 @@ class Endpoint:
             return self._sinks.pop(local_id, None)
 
     def _forget_prompt(self, local_id: int) -> None:
-        self._to_compute -= self._prompts.pop(local_id, 0)
+        self.tokens_to_compute -= self._prompts.pop(local_id, 0)
 
     def _go_down(self, message: str) -> None:
         with self._lock:
-            self._up = False
+            self.up = False
             self._outbox.clear()
         self._fail_all(message)
 
@@ -360,7 +350,7 @@ class Endpoint:
             sinks, self._sinks = self._sinks, {}
             profiled, self._profiled = self._profiled, {}
             self._prompts.clear()
-            self._to_compute = 0
+            self.tokens_to_compute = 0
         self._on_load()
         for future in profiled.values():
             future.set_exception(EngineDown(message))
