@@ -8,7 +8,7 @@ the functions. llguidance splits the text into terminals, each as long as it can
 terminal with the mark that ends it, and no other terminal that could stand there goes on behind that.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -81,17 +81,8 @@ def calls_guide(
 
 def forced_guide(functions: Functions, parallel: bool) -> Guide:
     """The answer is a JSON array of calls. Raises ApiError."""
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": name}, "parameters": {"function": name, "at": "#"}},
-            "required": ["name", "parameters"],
-            "additionalProperties": False,
-        }
-        for name in functions
-    ]
     most = {} if parallel else {"maxItems": 1}
-    listed = {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}
+    listed = {"type": "array", "minItems": 1, **most, "items": _call_schema(functions, "parameters")}
     return _guide(functions, [listed], ["start: %json 0"], (), f"{OTHER_GUIDE}: {{}}")
 
 
@@ -122,7 +113,7 @@ class _Grammar:
 
     def answer(self, tool_format: str, or_content: bool) -> str:
         if or_content:
-            return f"({self._json({'function': CONTENT, 'at': '#'})} | {self._calls_alone(tool_format)})"
+            return f"({self._json_of(CONTENT)} | {self._calls_alone(tool_format)})"
         return {
             "hermes": self._marked,
             "mistral": self._marked,
@@ -172,17 +163,7 @@ class _Grammar:
         return self._json({"function": function, "at": "#"})
 
     def _json_call(self, key: str) -> str:
-        """{"name": ..., key: ...} of one of the functions."""
-        calls = [
-            {
-                "type": "object",
-                "properties": {"name": {"const": name}, key: {"function": name, "at": "#"}},
-                "required": ["name", key],
-                "additionalProperties": False,
-            }
-            for name in self._functions
-        ]
-        return self._json({"anyOf": calls})
+        return self._json(_call_schema(self._functions, key))
 
     def _marked(self, tool_format: str) -> str:
         """Free text, and calls behind a mark."""
@@ -266,6 +247,20 @@ class _Grammar:
                 part = f"{self._terminal(begin, '(' + ' | '.join(map(_literal, values)) + ')', end)} {BLANKS}"
             parts.append(part if name in (schema.get("required") or ()) else f"({part})?")
         return " ".join(parts)
+
+
+def _call_schema(functions: Iterable[str], key: str) -> dict[str, Any]:
+    """{"name": ..., key: ...} of one of the functions."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, key: {"function": name, "at": "#"}},
+            "required": ["name", key],
+            "additionalProperties": False,
+        }
+        for name in functions
+    ]
+    return {"anyOf": calls}
 
 
 def _xml_names(function: str, schema: Mapping[str, Any]) -> list[str]:
