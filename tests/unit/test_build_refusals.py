@@ -12,7 +12,7 @@ import pytest
 from build_support import MODEL_REPO, ROOT, build, checkpoint, refused, snapshot, write_checkpoint
 
 from eagle3_heads import make_head
-from flashinfer_backend.config_tools.trt_names import FOREIGN
+from flashinfer_backend.config_tools.trt_names import FOREIGN, refusal
 
 REFUSALS = [
     (["max_num_seq=3"], "unknown knob 'max_num_seq'; did you mean max_num_seqs"),
@@ -223,10 +223,10 @@ def test_model_repo_itself_is_no_output(build):
 
 @pytest.mark.parametrize("name", FOREIGN)
 def test_every_foreign_name_is_refused_or_accepted_by_value(name):
-    assert FOREIGN[name].refusal("something else")
-    assert FOREIGN[name].refusal("") is None  # as scripts pass for TensorRT-LLM's default
-    for value in FOREIGN[name].accepted:
-        assert FOREIGN[name].refusal(value) is None
+    assert refusal(name, "something else")
+    assert refusal(name, "") is None  # as scripts pass for TensorRT-LLM's default
+    for value in FOREIGN[name][1]:
+        assert refusal(name, value) is None
 
 
 def test_a_python_without_the_dependencies_is_told_what_to_do():

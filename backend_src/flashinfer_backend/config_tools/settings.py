@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flashinfer_backend.config_tools.knobs import BY_NAME, KNOBS, LLM, POST, TRT_LLM
-from flashinfer_backend.config_tools.trt_names import FOREIGN
+from flashinfer_backend.config_tools.trt_names import FOREIGN, refusal
 from flashinfer_backend.core.config import EngineConfig, auto_queue_size
 
 if sys.version_info >= (3, 11):
@@ -105,9 +105,8 @@ def parse_pairs(
     values: dict[str, str] = {}
     for name, text in pairs:
         if name in FOREIGN:
-            refusal = FOREIGN[name].refusal(text.strip())
-            if refusal:
-                problems.append(f"{source}: {name}={text}: {refusal}")
+            if reason := refusal(name, text.strip()):
+                problems.append(f"{source}: {name}={text}: {reason}")
             continue
         if name not in BY_NAME:
             problems.append(f"{source}: unknown knob {name!r}{_did_you_mean(name, see)}")
@@ -133,8 +132,8 @@ def check_parameters(parameters: Mapping[str, str], model: str) -> None:
         if name in TRITONS_OWN or name in OWN_NAMES.get(model, ()):
             continue
         if name in FOREIGN:
-            if refusal := FOREIGN[name].refusal(text):
-                problems.append(f"{place}: {refusal}")
+            if reason := refusal(name, text):
+                problems.append(f"{place}: {reason}")
         elif knob is None:
             problems.append(f"{place}, which has no effect{_did_you_mean(name, 'docs/knobs.md has all')}")
         elif (model, f"parameters.{name}") not in knob.places:
