@@ -191,12 +191,9 @@ def check_ordering(server: Installation, repository: Path) -> None:
     """Raises ServeError for several instances of postprocessing on a server that swaps their answers."""
     if server.version is None or not UNORDERED[0] <= server.version <= UNORDERED[1]:
         return
-    for file in sorted(repository.glob("*/config.pbtxt")):
-        try:
-            count = ordered_instances(model_config.read(file))
-        except ValueError as error:
-            raise ServeError(str(error)) from None
-        if count > 1:
+    for file, model in _configs(repository).items():
+        count = sum(max(group.count, 1) for group in model.instance_group)
+        if model.dynamic_batching.preserve_ordering and count > 1:
             raise ServeError(
                 f"tritonserver {_text(server.version)} (of the releases 25.09 to 26.07) does not keep the"
                 f" order of answers of several instances, and {file.parent.name} has {count}: chunks of a"
@@ -206,10 +203,7 @@ def check_ordering(server: Installation, repository: Path) -> None:
 
 def check_batch_sizes(repository: Path) -> None:
     """Raises ServeError for sizes of batches, changed by hand, with which tritonserver loads no model."""
-    try:
-        models = {file: model_config.read(file) for file in sorted(repository.glob("*/config.pbtxt"))}
-    except ValueError as error:
-        raise ServeError(str(error)) from None
+    models = _configs(repository)
     sizes = {model.name or file.parent.name: model.max_batch_size for file, model in models.items()}
     for file, model in models.items():
         size = model.max_batch_size
@@ -227,12 +221,12 @@ def check_batch_sizes(repository: Path) -> None:
                 )
 
 
-def ordered_instances(model: Any) -> int:
-    """Instances of a model whose answers have to keep their order; 0 where they need not. `model`: its
-    ModelConfig."""
-    if not model.dynamic_batching.preserve_ordering:
-        return 0
-    return sum(max(group.count, 1) for group in model.instance_group)
+def _configs(repository: Path) -> dict[Path, Any]:
+    """The ModelConfig of each config.pbtxt. Raises ServeError."""
+    try:
+        return {file: model_config.read(file) for file in sorted(repository.glob("*/config.pbtxt"))}
+    except ValueError as error:
+        raise ServeError(str(error)) from None
 
 
 @contextlib.contextmanager
