@@ -73,7 +73,11 @@ class OpenAiApi:
             return
         serve, models = os.getpid(), []
         try:
-            for file in _llm_configs(repository):
+            files = sorted(repository.glob("*/config.pbtxt"))
+            with_engine = [file for file in files if "model_dir" in read_parameters(file)[1]]
+            if not with_engine:
+                raise ValueError(f"no model in {repository} has an engine (a parameter model_dir)")
+            for file in with_engine:
                 llm_name, parameters = llm_parameters(file)
                 config = EngineConfig.from_parameters(parameters)
                 models.append((built_name(file, llm_name), config, run_dir(serve, llm_name)))
@@ -113,12 +117,3 @@ class OpenAiApi:
                 traceback.print_exc()
             say(f"serve: the OpenAI API: {error}")
             self.failed = True
-
-
-def _llm_configs(repository: Path) -> list[Path]:
-    """The config.pbtxt of each model that has an engine. Raises ValueError."""
-    files = sorted(repository.glob("*/config.pbtxt"))
-    found = [file for file in files if "model_dir" in read_parameters(file)[1]]
-    if not found:
-        raise ValueError(f"no model in {repository} has an engine (a parameter model_dir)")
-    return found

@@ -85,12 +85,17 @@ def find_server(backends_copy: Path | None) -> Installation:
         raise ServeError(f"tritonserver has no stub for Python {PYTHON}, only for {', '.join(known)}")
     wheel = metadata.version("nvidia-pytriton")
     try:
-        folder = (backends_copy or _cache() / "backends") / f"{wheel}-python{PYTHON}"
+        if backends_copy is None:
+            cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+            backends_copy = cache / "flashinfer-backend" / "backends"
+        folder = backends_copy / f"{wheel}-python{PYTHON}"
         if not folder.exists():  # never written to again: a running server may have it open
             _copy_backends(root / "backends", stub, folder)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
+        # A folder's copy has an error for each file.
+        reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error
         raise ServeError(
-            f"no place for a copy of Triton's Python backend: {_first(error)}; name a folder that this user"
+            f"no place for a copy of Triton's Python backend: {reason}; name a folder that this user"
             " can write to with --backends DIR, or in XDG_CACHE_HOME"
         ) from None
     return Installation(
@@ -99,11 +104,6 @@ def find_server(backends_copy: Path | None) -> Installation:
         libraries=root.parents[1] / "nvidia_pytriton.libs",
         version=WHEEL_SERVERS.get(wheel),
     )
-
-
-def _cache() -> Path:
-    """Raises RuntimeError for a user without a home."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flashinfer-backend"
 
 
 def _copy_backends(backends: Path, stub: Path, folder: Path) -> None:
@@ -116,11 +116,6 @@ def _copy_backends(backends: Path, stub: Path, folder: Path) -> None:
             unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _first(error: Exception) -> str:
-    """What an error says; of a folder's copy, which has one for each file, the first."""
-    return str(error.args[0][0][2]) if isinstance(error, shutil.Error) else str(error)
 
 
 def image_version(root: Path) -> Version | None:

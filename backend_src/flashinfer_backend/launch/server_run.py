@@ -134,7 +134,7 @@ class ServerRun:
         for pid, ticks in [server, *((stub.pid, stub.start_ticks) for stub in self._seen)]:
             if self._stopped.for_long(pid, ticks):
                 return f"process {pid} of the server has been stopped for {STOPPED_S:g} s"
-        if _answers(f"{self._url}/v2/health/live", 200):
+        if _answers(f"{self._url}/v2/health/live"):
             self._answered_at = now
         if now > self._answered_at + HANGS_S:
             return f"tritonserver has not answered for {HANGS_S:g} s"
@@ -164,7 +164,7 @@ class ServerRun:
 
     def look_ready(self) -> bool:
         """Whether the server is ready now, with every process that its models should have."""
-        if not _answers(f"{self._url}/v2/health/ready", 200):
+        if not _answers(f"{self._url}/v2/health/ready"):
             return False
         try:
             due = _stubs_due(self._url)
@@ -297,9 +297,9 @@ def _how(status: int) -> str:
     return f"signal {-status}" if status < 0 else f"exit status {status}"
 
 
-def _answers(url: str, status: int) -> bool:
+def _answers(url: str) -> bool:
     with contextlib.suppress(OSError):
-        return ask(url, timeout_s=2)[0] == status
+        return ask(url, timeout_s=2)[0] == 200
     return False
 
 
