@@ -42,11 +42,6 @@ def ensembles(repository: Path) -> dict[str, list[str]]:
     return {name: list(steps) for steps, name in found.items()}
 
 
-def ensemble_of(repository: Path, model: str) -> str:
-    """The ensemble that has a model as a step; empty where none has."""
-    return next((name for name, steps in ensembles(repository).items() if model in steps), "")
-
-
 def set_parameters(texts: Mapping[str, str]) -> dict[str, str]:
     """Parameters that are set: neither empty nor still an unfilled `${...}`."""
     stripped = {name: text.strip() for name, text in texts.items()}

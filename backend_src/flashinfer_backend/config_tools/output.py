@@ -102,13 +102,9 @@ def unserved(output: Path) -> Iterator[None]:
 def replace_folder(output: Path, files: dict[str, bytes]) -> None:
     """Write all files next to `output` and rename them into its place. Raises OSError, EBUSY if a server uses
     the folder."""
-    with unserved(output):
-        _replace(output, files)
-
-
-def _replace(output: Path, files: dict[str, bytes]) -> None:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as scratch:
+    parent = output.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    with unserved(output), tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=parent) as scratch:
         new, old = Path(scratch, "new"), Path(scratch, "old")
         for name, data in files.items():
             (new / name).parent.mkdir(parents=True, exist_ok=True)

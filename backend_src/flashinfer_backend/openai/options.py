@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flashinfer_backend.config_tools.knobs import LLM
-from flashinfer_backend.config_tools.model_config import ENSEMBLE, ensemble_of, read_parameters
+from flashinfer_backend.config_tools.model_config import ENSEMBLE, ensembles, read_parameters
 from flashinfer_backend.config_tools.settings import check_parameters
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import BUNDLED, processes_dir, resolve_model_dir
@@ -33,7 +33,8 @@ def llm_parameters(file: Path) -> tuple[str, dict[str, str]]:
 def built_name(file: Path, llm_name: str) -> str:
     """The name that build.py was given for the model of a repository's llm model, that of its ensemble; empty
     where it was given none. file: the llm model's config.pbtxt."""
-    name = ensemble_of(file.absolute().parents[1], llm_name)
+    found = ensembles(file.absolute().parents[1])
+    name = next((name for name, steps in found.items() if llm_name in steps), ENSEMBLE)
     return "" if name == ENSEMBLE else name
 
 
