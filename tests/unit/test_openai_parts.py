@@ -40,7 +40,7 @@ from flashinfer_backend.openai.requests import (
 )
 from flashinfer_backend.openai.response_store import ResponseStore
 from flashinfer_backend.openai.responses import messages_of, without_references
-from flashinfer_backend.openai.sampling import NO_TOKENS, Defaults, EngineLimits, Length, sampling_params
+from flashinfer_backend.openai.sampling import Defaults, EngineLimits, Length, NamedTokens, sampling_params
 from flashinfer_backend.openai.served_model import ServedModel
 from flashinfer_backend.openai.template import ChatTemplate, plain_messages
 from flashinfer_backend.openai.tools import AUTO, Tools, read_tools
@@ -373,16 +373,17 @@ def test_values_where_a_request_is_silent(tmp_path: Path) -> None:
     )
     defaults = Defaults.load(tmp_path)
     silent = decode(ChatRequest, json.dumps({"messages": ASK}).encode())
-    params = sampling_params(silent, defaults, LIMITS, NO_TOKENS, 2, Length(10))
+    tokens = NamedTokens([], [], [], [], [])
+    params = sampling_params(silent, defaults, LIMITS, tokens, 2, Length(10))
     assert (params.temperature, params.top_k, params.top_p, params.end_id) == (0.6, 20, 1.0, 2)
     assert params.max_tokens == 90, "all that there is room for"
     body = {"messages": ASK, "temperature": 0, "top_k": -1, "seed": -1, "ignore_eos": True, "min_tokens": 3}
     same = {"min_p": 0.3, "frequency_penalty": 0.5, "presence_penalty": -1.5, "repetition_penalty": 1.2}
     asked = decode(ChatRequest, json.dumps(body | same).encode())
-    said = sampling_params(asked, defaults, LIMITS, NO_TOKENS, 2, Length(10, 5))
+    said = sampling_params(asked, defaults, LIMITS, tokens, 2, Length(10, 5))
     assert (said.temperature, said.top_k, said.seed, said.end_id) == (0.0, 0, 2**64 - 1, -1)
     assert said.min_tokens == 3 and {name: getattr(said, name) for name in same} == same
-    other = sampling_params(silent, defaults, LIMITS, NO_TOKENS, 2, Length(10))
+    other = sampling_params(silent, defaults, LIMITS, tokens, 2, Length(10))
     assert other.seed != params.seed
     write(tmp_path, generation_config_json={"stop_strings": "\nUser:"})
     assert Defaults.load(tmp_path).stop_strings == ["\nUser:"]

@@ -24,8 +24,8 @@ def bounded(kind: type[msgspec.Struct], body: bytes) -> bytes:
     fields = msgspec.json.decode(body, type=_fields(kind))
     found = {name: raw for name in fields.__struct_fields__ if (raw := bytes(getattr(fields, name)))}
     for name, raw in found.items():
-        check_size(kind, name, len(raw))
         bound = bound_of(kind, name)
+        check_field(name, len(raw), bound.size, "bytes of JSON")
         if raw.count(b",") >= bound.values:
             check_field(name, values(raw, bound.values), bound.values, bound.of)
     # Of a field that is there several times the last one counts; the others would become objects as well.
@@ -34,11 +34,6 @@ def bounded(kind: type[msgspec.Struct], body: bytes) -> bytes:
 
 def bound_of(kind: type[msgspec.Struct], name: str) -> Bound:
     return FIELDS.get(f"{kind.__name__}.{name}") or FIELDS.get(name, NUMBER)
-
-
-def check_size(kind: type[msgspec.Struct], name: str, size: int) -> None:
-    """Raises ApiError for a field of a kind of body that has too many bytes."""
-    check_field(name, size, bound_of(kind, name).size, "bytes of JSON")
 
 
 def check_items(body: msgspec.Struct) -> None:

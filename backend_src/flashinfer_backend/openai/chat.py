@@ -47,9 +47,9 @@ from flashinfer_backend.openai.log_probs import (
 from flashinfer_backend.openai.requests import ChatRequest, Sampling
 from flashinfer_backend.openai.sampling import (
     NO_GUIDE,
-    NO_TOKENS,
     Guide,
     Length,
+    NamedTokens,
     guide_of,
     named_tokens,
     shortened,
@@ -113,7 +113,7 @@ class Turn:
             self.tool_format = "none"  # all of it is content, also what looks like Harmony's marks
         self.text = ""  # of the prompt
         self.prompt: list[int] = []
-        self.tokens = NO_TOKENS
+        self.tokens: NamedTokens
         self.inside = False  # the prompt opens the reasoning
         self.streams: Streams
         self.skip_special_tokens = True
@@ -309,15 +309,11 @@ class Answer:
 
     def _finish(self, code: int) -> str:
         reason = finish_reason(code)
-        self.stopped_in_call = code == protocol.FINISHED_STOP_WORDS and self._in_arguments
+        in_arguments = self._arguments is not None and not self._arguments.complete
+        self.stopped_in_call = code == protocol.FINISHED_STOP_WORDS and in_arguments
         if not self.calls or self._turn.tools.named is not None or self.stopped_in_call:
             return reason
         return "tool_calls" if reason == "stop" or self._cut else reason
-
-    @property
-    def _in_arguments(self) -> bool:
-        """Whether the latest call's arguments are not whole."""
-        return self._arguments is not None and not self._arguments.complete
 
     def _followed(self, events: list[Event]) -> list[Event]:
         """Follows the calls among events; without parallel ones, the events up to the end of the first, which

@@ -64,15 +64,12 @@ def _gunzipped(body: bytes, most: int) -> bytes:
 
 def _inflated(body: bytes, most: int) -> bytes:
     """The same of deflate, which is in zlib's format (RFC 9110); some clients leave that away."""
-    reader = zlib.decompressobj(zlib.MAX_WBITS if _has_header(body) else -zlib.MAX_WBITS)
+    # zlib's header (RFC 1950, 2.2).
+    has_header = len(body) > 1 and body[0] & 15 == 8 and int.from_bytes(body[:2], "big") % 31 == 0
+    reader = zlib.decompressobj(zlib.MAX_WBITS if has_header else -zlib.MAX_WBITS)
     whole = reader.decompress(body, most + 1)
     if len(whole) <= most and not reader.eof:
         raise EOFError
     if reader.unused_data:
         raise ApiError(f"the body's deflate has {len(reader.unused_data)} bytes behind its end")
     return whole
-
-
-def _has_header(body: bytes) -> bool:
-    """Whether a body begins with zlib's header (RFC 1950, 2.2)."""
-    return len(body) > 1 and body[0] & 15 == 8 and int.from_bytes(body[:2], "big") % 31 == 0

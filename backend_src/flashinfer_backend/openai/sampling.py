@@ -120,11 +120,8 @@ class NamedTokens(NamedTuple):
     bias_ids: list[int]
     bias_values: list[float]
     stop_ids: list[int]
-    bad_words: list[list[int]] = []  # noqa: RUF012
-    allowed_ids: list[int] = []  # noqa: RUF012
-
-
-NO_TOKENS = NamedTokens([], [], [])
+    bad_words: list[list[int]]
+    allowed_ids: list[int]
 
 
 def named_tokens(request: Sampling, limits: EngineLimits, tokenizer: TextTokenizer) -> NamedTokens:

@@ -78,7 +78,6 @@ class CallScanner:
         self.raw = ""
         self.begun = False  # the call was given out
         self._names = names
-        self._name = ""
         self._state = "open"
         self._value: ValueScanner | None = None
         self._key = self._collected = ""
