@@ -12,14 +12,31 @@ from flashinfer_backend.serving.generation import GenerationRequest
 FEWER = " in a request. Send fewer prompts in one"
 
 
-def check_tensors(tensors: Mapping[str, np.ndarray], known_as: Mapping[str, str] | None = None) -> None:
-    """Raises ValueError for the first tensor [B, ...] that holds too much, in a row or in all of them.
-    known_as: further names for errors."""
+# The ensemble's name of a tensor, where it is not the same in lower case: that is what most clients sent.
+ENSEMBLE_NAMES = {
+    "QUERY": "text_input",
+    "STOP_WORDS_DICT": "stop_words",
+    "BAD_WORDS_DICT": "bad_words",
+    "DECODER_QUERY": "decoder_text_input",
+    "stop_words_list": "stop_words",
+    "bad_words_list": "bad_words",
+    "request_output_len": "max_tokens",
+    "runtime_top_k": "top_k",
+    "runtime_top_p": "top_p",
+}
+
+
+def known_as(name: str) -> str:
+    """A tensor for errors."""
+    return f"{name} ({ENSEMBLE_NAMES[name]})" if name in ENSEMBLE_NAMES else name
+
+
+def check_tensors(tensors: Mapping[str, np.ndarray]) -> None:
+    """Raises ValueError for the first tensor [B, ...] that holds too much, in a row or in all of them."""
     for name, tensor in tensors.items():
         if name not in FIELDS or not tensor.size:
             continue
-        bound, other = FIELDS[name], (known_as or {}).get(name)
-        shown = f"{name} ({other})" if other else name
+        bound, shown = FIELDS[name], known_as(name)
         rows, width = (len(tensor) if tensor.ndim > 1 else 1), tensor.shape[-1]
         check(shown, width, bound.values, bound.of, " in a row")
         if tensor.dtype != np.object_:

@@ -12,7 +12,7 @@ import numpy as np
 from flashinfer_backend.config_tools.knobs import PRE
 from flashinfer_backend.core.paths import owner_pid, processes_dir
 from flashinfer_backend.text.tokenizer import TextTokenizer
-from flashinfer_backend.triton_server.bounds import check_padded, check_prompts, check_tensors
+from flashinfer_backend.triton_server.bounds import check_padded, check_prompts, check_tensors, known_as
 from flashinfer_backend.triton_server.freeze_guard import FreezeGuard
 from flashinfer_backend.triton_server.parameters import knob_value, read_parameters, read_tokenizer
 from flashinfer_backend.triton_server.texts import bound_texts
@@ -27,13 +27,6 @@ REFUSED = {
     "PROMPT_TABLE_EXTRA_ID": "prompt embedding tables",
 }
 
-# The ensemble's names, where they are not the same in lower case: those that most clients sent.
-ENSEMBLE_NAMES = {
-    "QUERY": "text_input",
-    "STOP_WORDS_DICT": "stop_words",
-    "BAD_WORDS_DICT": "bad_words",
-    "DECODER_QUERY": "decoder_text_input",
-}
 TO_LLM = {"STOP_WORDS_DICT": "stop_words_list", "BAD_WORDS_DICT": "bad_words_list"}  # what becomes of them
 
 
@@ -140,7 +133,7 @@ class Preprocessor:
         flat = [[i for _, ids in row for i in ids] for row in rows]
         width = max(1, *(len(ids) for ids in flat))  # clients over HTTP lose the type of empty tensors
         result = np.zeros((batch, 2, width), dtype=np.int32)
-        check_tensors({TO_LLM[name]: result}, {TO_LLM[name]: ENSEMBLE_NAMES[name]})
+        check_tensors({TO_LLM[name]: result})
         result[:, 1] = -1
         for row, words in enumerate(rows):
             result[row, 0, : len(flat[row])] = flat[row]
@@ -183,30 +176,24 @@ def _prompts(inputs: Tensors, max_bytes: int) -> list[str]:
     for name, meaning in REFUSED.items():
         if name in inputs:
             raise ValueError(
-                f"{_known_as(name)} is not supported: this model takes no {meaning}; leave it out"
+                f"{known_as(name)} is not supported: this model takes no {meaning}; leave it out"
             )
     if "QUERY" not in inputs:
         raise MissingInput("QUERY (text_input) is missing; it should be BYTES [batch, 1]")
     query = inputs["QUERY"]
     if query.ndim != 2 or query.shape[1] != 1 or query.shape[0] < 1:
         raise ValueError(f"QUERY (text_input) has shape {list(query.shape)}; it should be [batch, 1]")
-    check_tensors(inputs, ENSEMBLE_NAMES)
+    check_tensors(inputs)
     check_prompts("QUERY (text_input)", query, max_bytes)
     return [row[0] for row in _strings(inputs, "QUERY", query.shape[0])]
 
 
 def _strings(inputs: Tensors, name: str, batch: int) -> list[list[str]]:
     """Rows of a BYTES tensor [batch, N] as text."""
-    values, known_as = inputs[name], _known_as(name)
+    values, shown = inputs[name], known_as(name)
     if values.ndim != 2 or values.shape[0] != batch:
-        raise ValueError(
-            f"{known_as} has shape {list(values.shape)}; it should be [{batch}, number of words]"
-        )
-    return [[_text(value, f"{known_as} row {row}") for value in values[row]] for row in range(batch)]
-
-
-def _known_as(name: str) -> str:
-    return f"{name} ({ENSEMBLE_NAMES[name]})" if name in ENSEMBLE_NAMES else name
+        raise ValueError(f"{shown} has shape {list(values.shape)}; it should be [{batch}, number of words]")
+    return [[_text(value, f"{shown} row {row}") for value in values[row]] for row in range(batch)]
 
 
 def _text(value: Any, where: str) -> str:

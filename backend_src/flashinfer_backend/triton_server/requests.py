@@ -20,7 +20,7 @@ from flashinfer_backend.core.sampling_params import GRAMMAR_TYPES, GREEDY_TEMPER
 from flashinfer_backend.serving.adapters import AdapterNames
 from flashinfer_backend.serving.generation import GenerationRequest
 from flashinfer_backend.triton_server.adapters import chosen_adapters
-from flashinfer_backend.triton_server.bounds import check_sequences, check_tensors
+from flashinfer_backend.triton_server.bounds import check_sequences, check_tensors, known_as
 from flashinfer_backend.triton_server.refused import refuse_unsupported
 from flashinfer_backend.triton_server.request_parameters import NO_PARAMETERS, RequestParameters
 from flashinfer_backend.triton_server.word_lists import embedding_bias, word_list
@@ -268,7 +268,7 @@ class _Reader:
         if value is None:
             value = default
         if at_least is not None and value < at_least:
-            raise ValueError(f"{_known_as(name)} is {value}; it should be at least {at_least}")
+            raise ValueError(f"{known_as(name)} is {value}; it should be at least {at_least}")
         return int(value)
 
     def number(self, row: int, name: str, default: float, at_least: float | None = None) -> float:
@@ -276,9 +276,9 @@ class _Reader:
         if value is None:
             return default
         if not math.isfinite(value):
-            raise ValueError(f"{_known_as(name)} is {value}; it should be a finite number")
+            raise ValueError(f"{known_as(name)} is {value}; it should be a finite number")
         if at_least is not None and value < at_least:
-            raise ValueError(f"{_known_as(name)} is {value:g}; it should be at least {at_least:g}")
+            raise ValueError(f"{known_as(name)} is {value:g}; it should be at least {at_least:g}")
         return float(value)
 
     def either_integer(self, row: int, name: str, older_name: str) -> int:
@@ -306,11 +306,3 @@ class _Reader:
             return [v if isinstance(v, str) else v.decode() for v in np.atleast_1d(values[row]).flat]
         except UnicodeDecodeError as error:
             raise ValueError(f"{name} is not UTF-8: {error}; it should hold text as UTF-8") from None
-
-
-# The ensemble's name of an input, where it is another one: that is what most clients sent.
-_ENSEMBLE_NAMES = {"request_output_len": "max_tokens", "runtime_top_k": "top_k", "runtime_top_p": "top_p"}
-
-
-def _known_as(name: str) -> str:
-    return f"{name} ({_ENSEMBLE_NAMES[name]})" if name in _ENSEMBLE_NAMES else name
