@@ -194,7 +194,8 @@ class AdapterNames:
                 kept.add(name)
         for folder in tasks.iterdir():
             if folder.is_dir() and folder.name not in kept and re.fullmatch("[0-9a-f]{32}", folder.name):
-                _remove(folder)
+                # At once: an engine that is about to read the weights finds all or nothing.
+                shutil.rmtree(folder.replace(tempfile.mkdtemp(dir=tasks)), ignore_errors=True)
 
     def _convert(self, folder: Path, weights: np.ndarray, config: np.ndarray) -> None:
         """Write a folder as PEFT does."""
@@ -235,9 +236,3 @@ class AdapterNames:
         # The weights are scaled already: each module's alpha is its rank.
         text = json.dumps({"peft_type": "LORA", "lora_alpha": usual, "alpha_pattern": alphas})
         (folder / ADAPTER_CONFIG).write_text(text)
-
-
-def _remove(folder: Path) -> None:
-    """Remove a task id's weights, at once: an engine that is about to read them finds all or nothing."""
-    gone = folder.replace(tempfile.mkdtemp(dir=folder.parent))
-    shutil.rmtree(gone, ignore_errors=True)

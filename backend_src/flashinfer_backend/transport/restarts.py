@@ -12,12 +12,6 @@ STOPPED_S = 5.0  # a process that is stopped (SIGSTOP) for so long is taken for 
 RESTARTS = 0  # by default: of which none lived STABLE_AFTER_S; 0: any number
 
 
-def restart_delay(failures: int) -> float:
-    """Seconds to wait before the next start after `failures` failures in a row: none after the first, then
-    twice as many each time, up to LONGEST_DELAY_S."""
-    return 0.0 if failures <= 1 else min(0.5 * 2.0 ** min(failures - 2, 30), LONGEST_DELAY_S)
-
-
 class Restarts:
     """Counts the starts of one process that its caller keeps running."""
 
@@ -26,10 +20,13 @@ class Restarts:
         self._most, self._failures = most, 0
 
     def after(self, lived_s: float) -> float | None:
-        """Seconds until the next start of what has ended after it was ready for lived_s (0: it never was);
-        None where it is not started again."""
+        """Seconds until the next start of what has ended after it was ready for lived_s (0: it never was):
+        none after the first failure in a row, then twice as many each time, up to LONGEST_DELAY_S. None where
+        it is not started again."""
         self._failures = 1 if lived_s > STABLE_AFTER_S else self._failures + 1
-        return restart_delay(self._failures) if not self._most or self._failures <= self._most else None
+        if self._most and self._failures > self._most:
+            return None
+        return 0.0 if self._failures == 1 else min(0.5 * 2.0 ** min(self._failures - 2, 30), LONGEST_DELAY_S)
 
 
 class Stopped:
