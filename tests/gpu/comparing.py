@@ -3,7 +3,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from compilations import watch
@@ -12,6 +12,8 @@ from engine.harness import serve, start_core
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.ops import torch_ops
 from flashinfer_backend.ops.weight import Weight
+
+Result = TypeVar("Result")
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, bound: float = 1e-2) -> None:
@@ -87,15 +89,24 @@ def compare_engines(
     assert ours.mean() < factor * plain.mean() + 0.01
 
 
-def microseconds(work: Callable[[int], object], calls: int) -> float:
-    """Of one call in a CUDA graph of `calls` of them, on other data each, so that none is in L2."""
-    for i in range(calls):
-        work(i)
+def capture(run: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """A graph of run(), and what it returns. It runs once before: nothing may compile during the capture."""
+    run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
+        result = run()
+    return graph, result
+
+
+def microseconds(work: Callable[[int], object], calls: int) -> float:
+    """Of one call in a CUDA graph of `calls` of them, on other data each, so that none is in L2."""
+
+    def run() -> None:
         for i in range(calls):
             work(i)
+
+    graph, _ = capture(run)
     graph.replay()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attending import BLOCK_SIZE, DIM, random_cache
+from comparing import capture
 from test_engine import SETTINGS, SIZES, TOLERANCE, make_prompts, shortfalls
 from test_triton_drafts import check_likeliest, check_ngrams, check_norms, check_places_ahead, check_step
 
@@ -23,13 +25,10 @@ from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.contract import StepShape
 from flashinfer_backend.attention.flashinfer_paged import FlashInferAttention
 from flashinfer_backend.attention.torch_paged import TorchPagedAttention
-from flashinfer_backend.cache.device import KVCache
 from flashinfer_backend.core.sampling_params import SamplingParams
-from flashinfer_backend.ops import fp8
 
 pytestmark = pytest.mark.gpu
 
-DIM, BLOCK = 128, 16
 LENGTHS = [4, 77, 1000, 4097, 9, 300, 64, 2050]
 
 
@@ -46,28 +45,20 @@ class Rows:
         self.lens = np.array([max(length, feeds) for length in LENGTHS], np.int32)
         self.planned = self.lens + np.array([2 * feeds, 0, feeds, 1, 2 * feeds, 3, feeds, 0], np.int32)
         self.slots = np.arange(rows, dtype=np.int32)[::-1].copy()
-        columns = -(-int(self.planned.max()) // BLOCK)
+        columns = -(-int(self.planned.max()) // BLOCK_SIZE)
         blocks = torch.randperm(rows * columns) + 1
         self.table = torch.zeros(rows + 1, columns, dtype=torch.int32, device="cuda")
         self.table[:rows] = blocks.view(rows, columns)
         self.lengths = torch.zeros(rows + 1, dtype=torch.int32, device="cuda")
         self.lengths[torch.from_numpy(self.slots).long().cuda()] = torch.from_numpy(self.lens).cuda()
-        shape = (rows * columns + 1, BLOCK, kv_heads, DIM)
-        self.scales = (0.5, 0.25) if in_e4m3 else (1.0, 1.0)
-        cache = tuple(torch.randn(shape, device="cuda").bfloat16() for _ in "kv")
+        shape = (rows * columns + 1, BLOCK_SIZE, kv_heads, DIM)
+        scales = ((0.5, 0.25),) if in_e4m3 else ()
+        cache, self.wide = random_cache(1, shape, scales, torch.float64, spoilt=window is not None)
         if window is not None:
-            for part in cache:
-                part[0] = math.nan
             for slot, length, fed in zip(self.slots, self.lens, self.fed, strict=True):
-                self.table[int(slot), : max(0, int(length - fed) - window + 1) // BLOCK] = 0
-        self.wide = tuple(part.double() for part in cache)
-        scales: tuple[tuple[float, float], ...] = ()
-        if in_e4m3:
-            cache = tuple(fp8.to_e4m3(part.float(), s) for part, s in zip(cache, self.scales, strict=True))
-            self.wide = tuple(part.double() * s for part, s in zip(cache, self.scales, strict=True))
-            scales = (self.scales,)
+                self.table[int(slot), : max(0, int(length - fed) - window + 1) // BLOCK_SIZE] = 0
         self.attention = FlashInferAttention(
-            KVCache.over([cache], scales),
+            cache,
             heads,
             rows,
             columns,
@@ -82,7 +73,7 @@ class Rows:
 
     def check(self, q: torch.Tensor, out: torch.Tensor, first: np.ndarray, more: int = 0) -> None:
         """Each row's own queries, which begin at `first`, against plain torch in float64."""
-        reference = TorchPagedAttention(KVCache.over([self.wide]), self.heads, self.window)
+        reference = TorchPagedAttention(self.wide, self.heads, self.window)
         fed = self.fed if more == 0 else np.ones_like(self.fed)
         for row, (start, count) in enumerate(zip(first.tolist(), fed.tolist(), strict=True)):
             one, own = slice(row, row + 1), slice(start, start + count)
@@ -126,11 +117,7 @@ def test_several_queries_a_row(
         state.run(0, q, out)
         ahead.run(0, q[:count], behind)
 
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
+    graph, _ = capture(run)
     out.fill_(math.nan)
     graph.replay()
     assert out.isfinite().all()

@@ -3,12 +3,11 @@
 
 import pytest
 import torch
-from comparing import compare_engines
+from comparing import assert_close, capture, compare_engines
 from compilations import watch
 from msgspec.structs import replace
 from test_engine import SETTINGS, SIZES
 from test_fp8 import SETTINGS as SMALL
-from test_fp8 import assert_close
 from test_triton_experts import check_tiles
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -125,10 +124,7 @@ def test_routes_in_a_graph():
     def routes() -> list[triton_experts.Tiles]:
         return [triton_experts.route(logits, per_token, True, 16) for per_token in (4, 2)]
 
-    routes()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = routes()
+    graph, found = capture(routes)
     for _ in range(3):
         logits.normal_()
         graph.replay()

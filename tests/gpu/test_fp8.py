@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from comparing import assert_close, compare_engines, compare_operations, microseconds
+from comparing import assert_close, capture, compare_engines, compare_operations, microseconds
 from msgspec.structs import replace
 
 from engine.harness import serve, start_core
@@ -235,11 +235,7 @@ def test_blocks_by_cublas_in_a_graph(role, tokens):
         return cuda_fp8.product(x, weight, None, residual, role == "gate_up", norm)
 
     with blocks_by_cublas():
-        product()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = product()
+        graph, out = capture(product)
         for _ in range(3):
             x.copy_(make_uneven(tokens, inner))
             graph.replay()
@@ -378,11 +374,7 @@ def compare_with_waiting(tokens: int, format: str = "fp8_token") -> None:
                     torch.cuda.synchronize()
         return hidden
 
-    layers(False)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = layers(False)
+    graph, out = capture(lambda: layers(False))
     for _ in range(5):
         start.copy_(randn(tokens, 4096, scale=3.0))
         graph.replay()
@@ -396,11 +388,7 @@ def test_products_in_a_graph(format):
 
     weight = make_weight("qkv", format, SHAPES["qkv"])
     x = randn(16, 4096)
-    cuda_fp8.product(x, weight)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = cuda_fp8.product(x, weight)
+    graph, out = capture(lambda: cuda_fp8.product(x, weight))
     for _ in range(3):
         x.copy_(randn(16, 4096))
         graph.replay()

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import test_attention
 import torch
+from attending import BLOCK_SIZE, DIM, Setup, check_graphs, check_layers
 from comparing import assert_close, compare_engines, microseconds
-from test_attention import BLOCK_SIZE, DIM, MAX_BLOCKS, MAX_SEQS, check_graphs, check_layers
+from test_attention import STEPS as STEPS_IN_16_BITS
 
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.copies import has_fa3
@@ -43,38 +43,20 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-class Setup(test_attention.Setup):
-    """Random caches of e4m3, a random block table over distinct blocks, the kernels, and plain torch in
-    float64 over what the elements mean."""
-
-    def __init__(self, heads: int, kv_heads: int, backend: str = "auto", copied_blocks: int = ROOM) -> None:
-        from flashinfer_backend.attention.flashinfer_paged import FlashInferAttention
-
-        self.rng = np.random.default_rng(0)
-        self.heads, self.blocks = heads, 4000
-        shape = (self.blocks, BLOCK_SIZE, kv_heads, DIM)
-        caches = [
-            tuple(fp8.to_e4m3(torch.randn(shape, device="cuda"), scale) for scale in pair) for pair in SCALES
-        ]
-        cache = KVCache.over(caches, SCALES)
-        # The last row is the slot of padded rows: all of its blocks are block 0.
-        self.table = torch.zeros(MAX_SEQS + 1, MAX_BLOCKS, dtype=torch.int32, device="cuda")
-        self.attention = FlashInferAttention(
-            cache, heads, MAX_SEQS, MAX_BLOCKS, backend, dtype=torch.bfloat16, copied_blocks=copied_blocks
-        )
-        self._caches = caches
-
-    def expected(self, batch: AttentionBatch, layer: int, q: torch.Tensor) -> torch.Tensor:
-        pair = zip(self._caches[layer], SCALES[layer], strict=True)
-        wide = tuple(elements.double() * scale for elements, scale in pair)
-        reference = TorchPagedAttention(KVCache.over([wide]), self.heads)
-        reference.step(batch)
-        out = torch.empty_like(q, dtype=torch.float64)
-        reference.run(0, q.double(), out)
-        return out
+def make_setup(heads: int, kv_heads: int, backend: str = "auto", copied_blocks: int = ROOM) -> Setup:
+    """Layers with scales of their own, next to plain torch in float64."""
+    return Setup(
+        heads,
+        kv_heads,
+        backend,
+        layers=len(SCALES),
+        scales=SCALES,
+        wide=torch.float64,
+        copied_blocks=copied_blocks,
+    )
 
 
-STEPS = test_attention.STEPS | {
+STEPS = STEPS_IN_16_BITS | {
     "all of the room": ([300, 200, 100], [4000, 4000, 1600]),
     "more than the room": ([300, 200, 100], [4000, 4000, 1601]),
     "few queries over long prefixes": ([60] * 3, [3000] * 3),
@@ -128,19 +110,19 @@ def test_copies_are_exact(dtype):
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
 @pytest.mark.parametrize(("backend", "room"), [("auto", ROOM), ("auto", 0), ("fa2", ROOM)])
 def test_steps_are_those_of_float64(backend, room, heads, kv_heads):
-    setup = Setup(heads, kv_heads, backend, room)
+    setup = make_setup(heads, kv_heads, backend, room)
     for name, (q_lens, kv_lens) in STEPS.items():
         batch = setup.batch(q_lens, kv_lens)
         setup.attention.step(batch)
         if max(q_lens) > 1 and heads == 32:
             expected = "fa2" if name in BY_FA2 or not room else "fa3"
             assert setup.attention._prefill_call.backend == expected, name
-        check_layers(name, setup, batch, setup.attention.run, len(SCALES))
+        check_layers(name, setup, batch, setup.attention.run)
 
 
 def test_prompts_share_blocks():
     """Each row has a copy of its own."""
-    setup = Setup(32, 8)
+    setup = make_setup(32, 8)
     q_lens, kv_lens = [200, 150, 300], [1000, 900, 1300]
     batch = setup.batch(q_lens, kv_lens)
     first, second, third = batch.slots.tolist()
@@ -148,12 +130,12 @@ def test_prompts_share_blocks():
         setup.table[slot, :columns] = setup.table[first, :columns]
     setup.attention.step(batch)
     assert setup.attention._prefill_call.backend == "fa3"
-    check_layers("shared", setup, batch, setup.attention.run, len(SCALES))
+    check_layers("shared", setup, batch, setup.attention.run)
 
 
 @pytest.mark.parametrize("backend", ["auto", "fa2"])
 def test_graphs_replay_other_lengths_and_fewer_rows(backend):
-    check_graphs(Setup(32, 8, backend))
+    check_graphs(make_setup(32, 8, backend))
 
 
 @pytest.mark.parametrize("normed", [False, True])

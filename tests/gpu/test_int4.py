@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 import torch
-from comparing import assert_close, compare_engines, compare_operations
+from comparing import assert_close, capture, compare_engines, compare_operations
 from msgspec.structs import replace
 
 from flashinfer_backend.core.tuned import Int4Tile
@@ -191,11 +191,7 @@ def test_products_in_a_graph(tokens, kernel):
     weight = make_weight("qkv", "int4_awq_128", SHAPES["qkv"])
     norm = Norm(randn(4096) * 0.1 + 1, 1e-5)
     x = randn(tokens, 4096)
-    cuda_int4.product(x, weight, norm)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = cuda_int4.product(x, weight, norm)
+    graph, out = capture(lambda: cuda_int4.product(x, weight, norm))
     for _ in range(3):
         x.copy_(randn(tokens, 4096))
         graph.replay()

@@ -10,14 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from comparing import assert_close
-from test_attention import BLOCK_SIZE, DIM, MAX_BLOCKS, MAX_SEQS, Setup
+from attending import BLOCK_SIZE, MAX_BLOCKS, MAX_SEQS, DecodeGraph, Setup, StepGraph, check_close
 from test_engine import SIZES, TOLERANCE, shortfalls
 
 from checkpoints import make_checkpoint
 from engine.harness import serve, start_core
 from flashinfer_backend.attention.batch import AttentionBatch
-from flashinfer_backend.attention.contract import StepShape
 from flashinfer_backend.attention.prefixes import find_prefixes
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.worker import prefixes
@@ -82,62 +80,30 @@ def shared_batch(
 def test_a_graph_reads_what_rows_share_once(heads: int, kv_heads: int) -> None:
     """Its replays have other sets, fewer rows, and none that share anything."""
     setup = Setup(heads, kv_heads)
-    shape = StepShape(MAX_SEQS, MAX_SEQS, 1, shared=True)
-    words = torch.zeros(setup.attention.graph_words(shape), dtype=torch.int32, device="cuda")
-    state = setup.attention.captured(shape, setup.table, words)
-    assert state is not None
-
-    def plan(batch: AttentionBatch) -> None:
-        host = np.full(len(words), 99, np.int32)
-        padded = setup.padded(batch, MAX_SEQS)
-        padded.prefixes = batch.prefixes
-        assert state.plan(padded, host)
-        words.copy_(torch.from_numpy(host))
-
-    plan(AttentionBatch(*(np.empty(0, np.int32) for _ in range(3)), setup.table))
-    q, out = setup.query(MAX_SEQS), torch.empty(MAX_SEQS, heads, DIM, device="cuda", dtype=torch.bfloat16)
-    state.run(1, q, out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        state.run(1, q, out)
+    graph = DecodeGraph(setup, MAX_SEQS, layer=1, shared=True)
     for name, case in [*STEPS.items(), *STEPS.items()]:
         batch = shared_batch(setup, *case)
-        q.copy_(setup.query(MAX_SEQS))
-        out.fill_(float("nan"))
         setup.attention.workspace.out.fill_(float("nan"))
-        plan(batch)
-        graph.replay()
+        graph.replay(batch)
         rows = len(batch.slots)
-        try:
-            assert_close(out[:rows], setup.expected(batch, 1, q[:rows]))
-        except AssertionError as error:
-            raise AssertionError(f"{name}: {error}") from None
-        assert out.isfinite().all()
+        check_close(name, graph.out[:rows], setup.expected(batch, 1, graph.q[:rows]))
+        assert graph.out.isfinite().all()
     assert not setup.attention.workspace.counters.any()
 
 
 def test_a_graph_of_steps_with_prompts_reads_what_decode_rows_share_once() -> None:
     """Beside prompts, of which none shares anything here; its replays have other sets, and none."""
-    setup, tokens = Setup(32, 8), 320
-    none = torch.empty(0, dtype=torch.int32, device="cuda")
-    state = setup.attention.captured(StepShape(tokens, MAX_SEQS, None, shared=True), setup.table, none)
-    assert state is not None
-    q, out = setup.query(tokens), torch.zeros(tokens, 32, DIM, device="cuda", dtype=torch.bfloat16)
-    state.run(1, q, out)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        state.run(1, q * 1, out)
+    setup = Setup(32, 8)
+    graph = StepGraph(setup, 320, MAX_SEQS, shared=True)
     for name in ("system prompts", "sets of all kinds", "few rows", "nothing", "system prompts"):
         sets, others = STEPS[name]
         batch = shared_batch(setup, sets[:12], others, prompts=[150, 60])
-        q.copy_(setup.query(tokens))
-        out.zero_()
         setup.attention.workspace.out.fill_(float("nan"))
-        assert state.plan(batch, np.empty(0, np.int32))
-        graph.replay()
+        assert graph.replay(batch)
         fed = int(batch.q_lens.sum())
-        assert_close(out[:fed], setup.expected(batch, 1, q[:fed]))
+        for layer in range(setup.layers):
+            q = graph.q[layer, :fed]
+            check_close(name, graph.out[layer, :fed], setup.expected(batch, layer, q))
 
 
 def test_an_engine_whose_rows_share_prefixes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

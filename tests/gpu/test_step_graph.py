@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of whole mixed steps in a captured graph against plain torch."""
 
-import numpy as np
 import pytest
 import torch
-from test_attention import HEADS, LAYERS, Setup, assert_close
-from test_fp8_cache import Setup as Fp8Setup
+from attending import HEADS, NO_WORDS, Setup, StepGraph, check_layers
+from test_fp8_cache import make_setup
 
 from flashinfer_backend.attention.contract import StepShape
 
 pytestmark = pytest.mark.gpu
 
-NO_WORDS = np.empty(0, np.int32)
-CACHES = {"16 bits": Setup, "e4m3": Fp8Setup}
+CACHES = {"16 bits": Setup, "e4m3": make_setup}
 
 # Prompts that FA3 takes, whatever the number of heads here: enough tiles, or not much to read.
 STEPS = {
@@ -27,58 +25,26 @@ STEPS = {
 }
 
 
-class Captured:
-    def __init__(self, setup: Setup | Fp8Setup, tokens: int, decode_rows: int):
-        self.setup, self.tokens = setup, tokens
-        self.state = setup.attention.captured(
-            StepShape(tokens, decode_rows, None), setup.table, torch.empty(0).cuda().int()
-        )
-        self.q, self.out = (torch.zeros(LAYERS, *setup.query(tokens).shape).cuda().bfloat16() for _ in "qo")
-        self.graph = torch.cuda.CUDAGraph()
-        self.run()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(self.graph):
-            self.run()
-
-    def run(self):
-        for layer in range(LAYERS):
-            # As in a step: what writes q ends before attention starts.
-            q = self.q[layer] * 1
-            self.state.run(layer, q, self.out[layer])
-
-
 @pytest.mark.parametrize("heads, kv_heads", HEADS)
 @pytest.mark.parametrize("tokens", [64, 320])
 @pytest.mark.parametrize("cache", CACHES)
 def test_one_graph_for_steps_of_any_shape(cache, heads, kv_heads, tokens):
     setup = CACHES[cache](heads, kv_heads)
-    captured = Captured(setup, tokens, 40)
-    ran = 0
+    graph, ran = StepGraph(setup, tokens, 40), 0
     for name, (q_lens, kv_lens) in list(STEPS.items()) * 2:
         if sum(q_lens) > tokens:
             continue
         batch = setup.batch(q_lens, kv_lens)
-        if not captured.state.plan(batch, NO_WORDS):
-            continue
-        ran += 1
-        captured.q.normal_()
-        captured.out.fill_(float("nan"))
-        captured.graph.replay()
-        for layer in range(LAYERS):
-            used = sum(q_lens)
-            expected = setup.expected(batch, layer, captured.q[layer, :used])
-            try:
-                assert_close(captured.out[layer, :used], expected)
-            except AssertionError as error:
-                raise AssertionError(f"{name}, layer {layer}: {error}") from None
-            assert captured.out[layer, used:].isnan().all(), name
+        if graph.replay(batch):
+            ran += 1
+            graph.check(name, batch)
     assert ran >= (14 if tokens == 320 else 2)
 
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_refuses_what_it_cannot_do_and_goes_on(cache):
     setup = CACHES[cache](32, 8)
-    captured = Captured(setup, 320, 40)
+    graph = StepGraph(setup, 320, 40)
     refused = {
         "no prompts": ([1] * 5, [600] * 5),
         "17 prompts": ([15] * 17, [15] * 17),
@@ -89,12 +55,10 @@ def test_refuses_what_it_cannot_do_and_goes_on(cache):
         refused["more blocks than there is room for copies"] = ([100] * 3, [4000, 4000, 1700])
         refused["too few queries for what would be copied"] = ([60] * 2, [3000] * 2)
     for name, (q_lens, kv_lens) in refused.items():
-        assert not captured.state.plan(setup.batch(q_lens, kv_lens), NO_WORDS), name
+        assert not graph.state.plan(setup.batch(q_lens, kv_lens), NO_WORDS), name
     batch = setup.batch([1] * 3 + [90], [50, 60, 70, 90])
-    assert captured.state.plan(batch, NO_WORDS)
-    captured.q.normal_()
-    captured.graph.replay()
-    assert_close(captured.out[0, :93], setup.expected(batch, 0, captured.q[0, :93]))
+    assert graph.replay(batch)
+    graph.check("goes on", batch)
 
 
 def test_there_is_none_for_a_forced_decode_backend():
@@ -103,30 +67,19 @@ def test_there_is_none_for_a_forced_decode_backend():
 
 
 def test_over_e4m3_there_is_none_without_room_for_copies():
-    setup = Fp8Setup(32, 8, copied_blocks=0)
+    setup = make_setup(32, 8, copied_blocks=0)
     assert setup.attention.captured(StepShape(64, 40, None), setup.table, torch.empty(0).cuda().int()) is None
 
 
 def test_eager_steps_and_graphs_share_the_copies():
     """Each step reads what it has copied itself."""
-    setup = Fp8Setup(32, 8)
-    captured = Captured(setup, 320, 40)
+    setup = make_setup(32, 8)
+    graph = StepGraph(setup, 320, 40)
     batch = setup.batch([1] * 3 + [250], [50, 60, 70, 900])
-    assert captured.state.plan(batch, NO_WORDS)
-    captured.q.normal_()
-    captured.graph.replay()
-    in_graph = captured.out[:, :253].clone()
-    expected = [setup.expected(batch, layer, captured.q[layer, :253]) for layer in range(LAYERS)]
+    assert graph.replay(batch)
+    graph.check("first", batch)
     other = setup.batch([700, 300], [3000, 2000])
-    setup.attention.step(other)
-    q = setup.query(1000)
-    eager = torch.full_like(q, float("nan"))
-    setup.attention.run(1, q, eager)
-    assert_close(eager, setup.expected(other, 1, q))
-    for layer in range(LAYERS):
-        assert_close(in_graph[layer], expected[layer])
+    check_layers("eager", setup, other, setup.attention.step(other).run)
     last = setup.batch([1] * 2 + [200], [40, 90, 500])
-    assert captured.state.plan(last, NO_WORDS)
-    captured.graph.replay()
-    for layer in range(LAYERS):
-        assert_close(captured.out[layer, :202], setup.expected(last, layer, captured.q[layer, :202]))
+    assert graph.replay(last)
+    graph.check("last", last)
