@@ -7,7 +7,6 @@ maintenance server answers. One that exits before any has served would do so aga
 import contextlib
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -97,9 +96,7 @@ class Supervisor:
             if self._keeper is not None:
                 end_engines([Path(model.run_dir) for model in self._options.models])
             self._close()
-            shutil.rmtree(metrics, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                metrics.parent.rmdir()  # the user's, if it was the last one
+            rundir.remove(metrics)
 
     def stop(self, *_: object) -> None:
         """Has `run` end the processes and return. For any thread, and for signals."""
