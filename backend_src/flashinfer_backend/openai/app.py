@@ -180,7 +180,6 @@ def _endpoint(
             served = post.choose(models, asked)
             if post.tasks:
                 served.check_task(request.url.path, post.tasks)
-            served.check_model(getattr(asked, "model", ""))
             await served.attached()
             answering = await bodies.read(len(body), post.read, served, asked)
         answer = await answering()
@@ -198,7 +197,7 @@ def _of_models(models: Sequence[ServedModel]) -> Iterator[Route]:
         if not (name := request.path_params["name"]):
             return await list_models(request)
         served = find_model(models, name)
-        return _json(_model(served, served.check_model(name)))
+        return _json(_model(served, name))
 
     for prefix in VERSIONS:
         yield Route(f"{prefix}/models", list_models)

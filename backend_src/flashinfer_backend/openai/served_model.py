@@ -125,12 +125,6 @@ class ServedModel:
         guided = self.model.engine.guided_decoding_backend != "none"
         return EngineLimits(status.vocab_size, status.max_seq_len, status.max_input_len, guided)
 
-    def check_model(self, name: str) -> str:
-        """The model's name as a request has it. Raises ApiError for another model."""
-        if name and not self.has(name):
-            raise _no_model(name, self.all_names)
-        return name or self.name
-
     def check_task(self, path: str, tasks: Sequence[str]) -> None:
         """Raises ApiError where the model is for another task than a path's."""
         pooling = self.pooling
@@ -243,14 +237,16 @@ class ServedModel:
 
 
 def find_model(models: Sequence[ServedModel], name: str) -> ServedModel:
-    """The model that a request names. A server's only model need not be named, and it refuses
-    other names. Raises ApiError."""
-    if len(models) == 1:
+    """The model that a request names. A server's only model need not be named. Raises ApiError."""
+    if len(models) == 1 and not name:
         return models[0]
     for served in models:
         if served.has(name):
             return served
-    raise _no_model(name, [each for served in models for each in served.all_names])
+    has = f"this server has {some([each for served in models for each in served.all_names])}"
+    if not name:
+        raise field_error("model", f"is missing; {has}")
+    raise ApiError(f"The model `{name}` does not exist; {has}", 404, "model", "model_not_found")
 
 
 def find_able_model(
@@ -259,13 +255,6 @@ def find_able_model(
     """The same where few models may be able to do what is asked: one alone need not be named."""
     found = [served for served in models if able(served)]
     return found[0] if len(found) == 1 and not name else find_model(models, name)
-
-
-def _no_model(name: str, names: Sequence[str]) -> ApiError:
-    if not name:
-        return field_error("model", f"is missing; this server has {some(names)}")
-    wrong = f"The model `{name}` does not exist; this server has {some(names)}"
-    return ApiError(wrong, 404, "model", "model_not_found")
 
 
 def generation_request(
