@@ -180,7 +180,7 @@ class GenerationResponse(Response):
         """make: a Reply's body or events."""
         super().__init__()
         self.served, self.streams, self.make = served, streams, make
-        self.named = (request_ids.HEADER, answer_id.encode())
+        self.named = (request_ids.HEADER.encode(), answer_id.encode())
         self.left = False  # the client has
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

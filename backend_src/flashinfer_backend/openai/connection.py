@@ -347,7 +347,7 @@ class Connection(HttpToolsProtocol):
         self._process.count_error(status)
         body = msgspec.json.encode(ApiError(message, status).body({}))
         lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", "content-type: application/json"]
-        lines += [f"content-length: {len(body)}", f"x-request-id: {new_id().decode()}", "connection: close"]
+        lines += [f"content-length: {len(body)}", f"x-request-id: {new_id()}", "connection: close"]
         lines += [f"retry-after: {RETRY_S}"] if status == 503 else []
         if not self.answering:
             self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)

@@ -6,12 +6,13 @@ import re
 import secrets
 from collections.abc import Awaitable
 
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flashinfer_backend.openai.errors import of_anthropic
 
-HEADER = b"x-request-id"
-SANE = re.compile(rb"[ -~]{1,200}")
+HEADER = "x-request-id"
+SANE = re.compile("[ -~]{1,200}")
 
 
 class RequestIds:
@@ -23,21 +24,18 @@ class RequestIds:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         def named(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
-                headers = list(message.get("headers", ()))
-                own = next((value for name, value in headers if name == HEADER), new)
-                chosen = given if SANE.fullmatch(given) else own
-                headers = [header for header in headers if header[0] != HEADER]
-                headers.append((HEADER, chosen))
+                headers = MutableHeaders(scope=message)
+                if is_given or HEADER not in headers:
+                    headers[HEADER] = scope["request_id"]
                 if of_anthropic(scope):
-                    headers.append((b"request-id", chosen))
-                message = {**message, "headers": headers}
+                    headers["request-id"] = headers[HEADER]
             return send(message)
 
-        given = next((value for name, value in scope.get("headers", ()) if name == HEADER), b"")
-        new = new_id()
-        scope["request_id"] = (given if SANE.fullmatch(given) else new).decode()
+        given = Headers(scope=scope).get(HEADER, "")
+        is_given = SANE.fullmatch(given) is not None
+        scope["request_id"] = given if is_given else new_id()
         await self._app(scope, receive, named)
 
 
-def new_id() -> bytes:
-    return b"req_" + secrets.token_hex(16).encode()
+def new_id() -> str:
+    return f"req_{secrets.token_hex(16)}"
