@@ -24,8 +24,6 @@ FRESH_S = 0.5  # how old an engine's report may be
 
 
 class Idleness:
-    """Whether tritonserver, its stubs and their engines are idle."""
-
     def __init__(self, run_dirs: Iterable[Path]) -> None:
         """run_dirs: the engines' run directories."""
         self._context = zmq.Context()

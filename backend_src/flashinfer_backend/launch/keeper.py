@@ -168,8 +168,6 @@ class KeptEngine:
 
 
 class Engines:
-    """All engines of a model, from their start to their end."""
-
     def __init__(
         self, run_dir: Path, owner: int, config: EngineConfig, stays: bool, command: Sequence[str]
     ) -> None:

@@ -25,7 +25,6 @@ PREFIX = "--openai-"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """--openai-port and what belongs to it."""
     group = parser.add_argument_group("the OpenAI API, on the same engine")
     group.add_argument(
         "--openai-port", type=port_number, metavar="PORT", help="default: there is no such API"

@@ -68,8 +68,6 @@ class Policy:
 
 
 class ServerRun:
-    """One tritonserver, from its start to its end."""
-
     def __init__(self, args: list[str], env: dict[str, str], url: str, policy: Policy) -> None:
         """Starts it. Raises OSError."""
         # A separate group: Ctrl-C comes to us alone, and we pass on one signal (a second one makes the

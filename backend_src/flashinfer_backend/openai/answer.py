@@ -95,8 +95,6 @@ def unwrapped_text(content: Any, place: str) -> str:
 
 
 class Usage:
-    """Tokens of a request."""
-
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self._cached: dict[int, int] = {}  # tokens, by id() of the prompt

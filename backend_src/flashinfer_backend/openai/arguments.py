@@ -21,7 +21,6 @@ STORE = "store-mib"
 
 
 def origin(text: str) -> str:
-    """An origin of pages, for argparse."""
     if text != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+", text):
         raise argparse.ArgumentTypeError(
             f"{text}: an origin is a scheme, a host and perhaps a port in small letters, such as"
@@ -31,7 +30,6 @@ def origin(text: str) -> str:
 
 
 def model_name(text: str) -> str:
-    """A model's name, for argparse."""
     if not text.strip():
         raise argparse.ArgumentTypeError("a name should not be empty")
     return text

@@ -65,8 +65,6 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What all kinds of requests say about sampling."""
-
     model: str = ""
     temperature: Temperature | None = None
     top_p: TopP | None = None

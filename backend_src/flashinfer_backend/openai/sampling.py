@@ -76,8 +76,6 @@ class Defaults(msgspec.Struct):
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What the engine allows."""
-
     vocab_size: int
     max_seq_len: int
     max_input_len: int
@@ -257,7 +255,6 @@ def guide_of(
 
 
 def schema_guide(schema: Mapping[str, Any], field: str) -> Guide:
-    """A guide to the JSON that a schema describes."""
     return Guide("json_schema", msgspec.json.encode(schema).decode(), field)
 
 

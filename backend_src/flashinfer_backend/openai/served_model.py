@@ -85,17 +85,14 @@ class ServedModel:
 
     @cached_property
     def token_texts(self) -> TokenTexts[str]:
-        """Tokens as text_of writes them."""
         return TokenTexts(text_of, self.decoder(skip_special_tokens=False))
 
     @cached_property
     def chat_tokens(self) -> TokenTexts[bytes]:
-        """Tokens as chat_token writes them."""
         return TokenTexts(chat_token, self.decoder(skip_special_tokens=False))
 
     @property
     def name(self) -> str:
-        """The model's first one."""
         return self.model.names[0]
 
     @property

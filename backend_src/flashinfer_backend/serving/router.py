@@ -63,8 +63,6 @@ def rank(candidates: Sequence[Candidate], first: int = 0) -> list[int]:
 
 
 class Router:
-    """One process's choice among the engines of a model."""
-
     def __init__(self, endpoints: Sequence[Endpoint], run_dir: Path, reuse: bool, period_s: float) -> None:
         """run_dir: the model's. reuse: whether engines keep prefixes. period_s: of the engines' reports."""
         self._endpoints, self._run_dir, self._reuse = endpoints, run_dir, reuse

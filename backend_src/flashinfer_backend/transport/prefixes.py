@@ -47,8 +47,6 @@ def written_tokens(status: Status) -> int:
 
 
 class PrefixTable:
-    """One process's view of the table."""
-
     def __init__(self, run_dir: Path, engines: int) -> None:
         """run_dir: the model's; it has to exist. Raises OSError where there is no room."""
         self._table = rundir.shared_array(run_dir / "prefixes", np.uint64, (engines, 2, ENTRIES))

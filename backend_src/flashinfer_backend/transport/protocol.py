@@ -61,7 +61,6 @@ SOCKET = "engine.sock"  # in an engine's run directory, from when it is ready
 
 
 def socket_address(run_dir: Path) -> str:
-    """ZeroMQ address of the engine that runs in `run_dir`."""
     return f"ipc://{run_dir / SOCKET}"
 
 

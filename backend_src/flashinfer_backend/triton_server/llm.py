@@ -39,8 +39,6 @@ from flashinfer_backend.triton_server.texts import bound_texts
 
 
 class TritonPythonModel:
-    """Triton's interface."""
-
     def initialize(self, args: dict[str, str]) -> None:
         """Starts the engines or attaches to them. Raises what is wrong with the settings or an engine."""
         import triton_python_backend_utils as pb_utils  # exists inside Triton's stub only

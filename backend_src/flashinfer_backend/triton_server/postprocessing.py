@@ -76,8 +76,6 @@ def chunk_text(decoder: DeltaDecoder, chunk: PackedChunk) -> str:
 
 
 class TritonPythonModel:
-    """Triton's interface: tensors in, tensors out."""
-
     def initialize(self, args: dict[str, str]) -> None:
         parameters = read_parameters(args["model_config"], POST)
         skip_special_tokens = knob_value(parameters, "skip_special_tokens")

@@ -218,8 +218,6 @@ def _column(inputs: Tensors, name: str, batch: int, default: int | None) -> Any:
 
 
 class TritonPythonModel:
-    """Triton's interface: tensors in, tensors out."""
-
     def initialize(self, args: dict[str, str]) -> None:
         import triton_python_backend_utils as pb_utils  # exists inside Triton's stub only
 

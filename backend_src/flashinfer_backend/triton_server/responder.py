@@ -41,8 +41,6 @@ CLOSE_S = 1.0  # a thread that waits for a server which has been killed never en
 
 
 class Responder:
-    """Sends what arrives for the open requests."""
-
     def __init__(self, pb_utils: Any) -> None:
         """pb_utils: the module triton_python_backend_utils."""
         self.engines: Engines  # these are set once they exist; the engines' links refer to us

@@ -23,8 +23,6 @@ class Event(NamedTuple):
 
 
 class Reader(Protocol):
-    """Takes text piece by piece."""
-
     def feed(self, text: str) -> list[Event]:
         """What a further piece says."""
 
@@ -33,8 +31,6 @@ class Reader(Protocol):
 
 
 class PlainReader:
-    """Everything is content."""
-
     def feed(self, text: str) -> list[Event]:
         return [Event(CONTENT, text)] if text else []
 
