@@ -332,10 +332,7 @@ class _Lark:
                 opened = {
                     node for name in self._names for node in _walk(self._rules[name]) if node.kind != "set"
                 }
-                self._leaves = {}
-                for name in self._names:
-                    self._collect(self._rules[name], opened)
-                return
+                continue
             opened |= torn
             self._recursive |= {node.name for node in torn if node.kind == "ref"}
 
