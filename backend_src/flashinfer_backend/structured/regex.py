@@ -122,9 +122,9 @@ class _Writer:
             raise GrammarError(TOO_DEEP)
         items = list(items)
         begin, end = 0, len(items)
-        while begin < end and _is_anchor(items[begin], "begin"):
+        while begin < end and _is_anchor(items[begin], sre.AT_BEGINNING):
             begin += 1
-        while end > begin and _is_anchor(items[end - 1], "end"):
+        while end > begin and _is_anchor(items[end - 1], sre.AT_END):
             end -= 1
         if (begin and not first) or (end < len(items) and not last):
             raise GrammarError("^ and $ are supported at the beginning and the end alone")
@@ -166,9 +166,8 @@ class _Writer:
         raise GrammarError(f"{names.get(kind, 'possessive repetitions and atomic groups are')} not supported")
 
 
-def _is_anchor(item: Any, which: str) -> bool:
-    anchors = {"begin": sre.AT_BEGINNING, "end": sre.AT_END}
-    return bool(item[0] is sre.AT and item[1] is anchors[which])
+def _is_anchor(item: Any, which: Any) -> bool:
+    return item[0] is sre.AT and item[1] is which
 
 
 def _class(parts: Any) -> str:
