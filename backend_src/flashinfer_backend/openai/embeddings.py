@@ -24,7 +24,7 @@ from flashinfer_backend.openai.answer import JsonResponse, Usage, note_sent
 from flashinfer_backend.openai.errors import ApiError, field_error, wrong_value
 from flashinfer_backend.openai.requests import (
     EmbeddingRequest,
-    PooledRequest,
+    EngineRequest,
     RerankRequest,
     ScoreRequest,
 )
@@ -147,7 +147,7 @@ async def _scored(
 
 async def _answer(
     served: ServedModel,
-    request: PooledRequest,
+    request: EngineRequest,
     name: str,
     prompts: Sequence[list[int]],
     places: Sequence[str],

@@ -64,8 +64,17 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     json_object: bool | None = None
 
 
-class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class EngineRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What all requests to the engine have. priority: of the engine's queue, in which the smallest
+    number comes first. queue_timeout: how many seconds it may wait there. user: see openai/no_effect.py."""
+
     model: str = ""
+    user: str | None = None
+    priority: Annotated[int, Meta(ge=-INT32_MAX, le=INT32_MAX)] = 0
+    queue_timeout: Annotated[float, Meta(ge=LEAST_TIMEOUT_S, le=INT32_MAX)] | None = None
+
+
+class Sampling(EngineRequest, kw_only=True):
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
@@ -94,11 +103,7 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False
     speculative_decoding: bool | None = True
-    # Of the engine's queue: the smallest number comes first, and how many seconds it may wait.
-    priority: Annotated[int, Meta(ge=-INT32_MAX, le=INT32_MAX)] = 0
-    queue_timeout: Annotated[float, Meta(ge=LEAST_TIMEOUT_S, le=INT32_MAX)] | None = None
     # Of the table in openai/no_effect.py.
-    user: str | None = None
     safety_identifier: str | None = None
     metadata: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
@@ -448,16 +453,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
             )
 
 
-class PooledRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What requests for embeddings and scores have in common; priority and queue_timeout as in Sampling."""
-
-    model: str = ""
-    user: str | None = None
-    priority: Annotated[int, Meta(ge=-INT32_MAX, le=INT32_MAX)] = 0
-    queue_timeout: Annotated[float, Meta(ge=LEAST_TIMEOUT_S, le=INT32_MAX)] | None = None
-
-
-class EmbeddingRequest(PooledRequest, kw_only=True):
+class EmbeddingRequest(EngineRequest, kw_only=True):
     """prompt_name: which of the checkpoint's prompts is put before each text."""
 
     input: str | list[Any]
@@ -467,7 +463,7 @@ class EmbeddingRequest(PooledRequest, kw_only=True):
     prompt_name: str | None = None
 
 
-class RerankRequest(PooledRequest, kw_only=True):
+class RerankRequest(EngineRequest, kw_only=True):
     """Cohere's and Jina's, as vLLM takes it. top_n: 0 or null for all documents."""
 
     query: str
@@ -477,7 +473,7 @@ class RerankRequest(PooledRequest, kw_only=True):
     instruction: str | None = None
 
 
-class ScoreRequest(PooledRequest, kw_only=True):
+class ScoreRequest(EngineRequest, kw_only=True):
     """vLLM's, by its newer names and its older ones."""
 
     queries: str | list[str] | None = None
