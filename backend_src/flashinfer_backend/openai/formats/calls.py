@@ -251,26 +251,21 @@ class Llama3Reader:
         self._text += text
         events: list[Event] = []
         while self._state != "content":
-            begin = self._text.lstrip(" \t\r\n" if self._state == "begin" else " \t\r\n;")
-            if self._state in ("begin", "between"):
-                if begin.startswith(self.mark) and self._state == "begin":
-                    self._prefix += self._text[: -len(begin)] + self.mark
-                    self._text, self._state = begin[len(self.mark) :], "marked"
-                elif begin.startswith("{"):
-                    self._begin_call(begin)
-                elif not begin or (self._state == "begin" and self.mark.startswith(begin)):
+            if self._state == "call":
+                if not self._read_call(events):
                     return events
-                else:
-                    self._to_content(events, self._prefix + self._text if self._state == "begin" else begin)
-            elif self._state == "marked":
-                if not begin:
-                    return events
-                if begin.startswith("{"):
-                    self._begin_call(begin)
-                else:
-                    self._to_content(events, self._prefix + self._text)
-            elif not self._read_call(events):
+                continue
+            may_be_mark = self._state == "begin"
+            begin = self._text.lstrip(" \t\r\n" if may_be_mark else " \t\r\n;")
+            if begin.startswith("{"):
+                self._begin_call(begin)
+            elif may_be_mark and begin.startswith(self.mark):
+                self._prefix += self._text[: -len(begin)] + self.mark
+                self._text, self._state = begin[len(self.mark) :], "marked"
+            elif not begin or (may_be_mark and self.mark.startswith(begin)):
                 return events
+            else:
+                self._to_content(events, begin if self._state == "between" else self._prefix + self._text)
         return events
 
     def finish(self) -> list[Event]:
