@@ -26,9 +26,7 @@ from flashinfer_backend.openai.log_probs import (
 from flashinfer_backend.openai.requests import CompletionRequest
 from flashinfer_backend.openai.sampling import (
     EngineLimits,
-    Guide,
     Length,
-    NamedTokens,
     check_ids,
     guide_of,
     named_tokens,
@@ -47,56 +45,48 @@ class PromptReport(NamedTuple):
 
 def completions(served: ServedModel, request: CompletionRequest) -> Answering:
     limits = served.limits
-    prompts = _prompts(request.prompt, limits)
-    count = request.best_of or request.n or 1
-    if count * len(prompts) > MOST_CHOICES:
+    given = _prompts(request.prompt, limits)  # texts, or lists of ids
+    n = request.n or 1
+    count = request.best_of or n
+    if count * len(given) > MOST_CHOICES:
         raise ApiError(
-            f"{len(prompts)} prompts with {count} completions each are more than {MOST_CHOICES}; send them in"
+            f"{len(given)} prompts with {count} completions each are more than {MOST_CHOICES}; send them in"
             " several requests",
             param="prompt",
         )
     guide = guide_of(request.response_format, request)
     tokens = named_tokens(request, limits, served.tokenizer)
-    return partial(_answer, served, request, prompts, guide, tokens)
 
+    async def answer() -> Response:
+        prompts = given
+        if isinstance(given[0], str):
+            prompts = await served.encode(given, request.add_special_tokens)
+            _check_ids(prompts, limits)
+        prompts = [shortened(prompt, request, limits) for prompt in prompts]
+        echoed, by_id = bool(request.echo) and request.logprobs is not None, request.prompt_logprobs
+        longest = max(map(len, prompts))
+        if echoed:
+            check_prompt_logits("echo with logprobs", "echo", request.stream, longest, limits)
+        if by_id is not None:
+            check_prompt_logits("prompt_logprobs", "prompt_logprobs", request.stream, longest, limits)
+        rows = []
+        for prompt in prompts:
+            length = Length(len(prompt), 1 if request.max_tokens == 0 else request.max_tokens)
+            row = generation_request(served, request, prompt, tokens, length, bool(request.stream), guide)
+            row.params.log_probs = request.logprobs is not None or count > n
+            row.params.top_logprobs = request.logprobs or 0
+            row.params.context_logits = echoed or by_id is not None
+            rows.append((row, count))
+        told = (1 + (request.logprobs or 0)) * echoed + (0 if by_id is None else 1 + by_id)
+        number = "best_of" if count > n else "n"
+        asks = "logprobs" if request.logprobs is not None else number if count > n else "prompt_logprobs"
+        fields = dict.fromkeys((asks, "max_tokens", number, "number of prompts"))
+        check_log_probs(rows, told, request.stream, count == n and not told, *fields)
+        top = max((request.logprobs or 0) * echoed, by_id or 0)
+        streams = await served.generate(rows, request.skip_special_tokens, partial(reduced, top=top))
+        return respond(served, streams, _Reply(served, request, streams, count), request.stream)
 
-async def _answer(
-    served: ServedModel,
-    request: CompletionRequest,
-    prompts: Sequence[Any],
-    guide: Guide,
-    tokens: NamedTokens,
-) -> Response:
-    """prompts: texts, or lists of ids. tokens: what named_tokens returned. Raises ApiError."""
-    limits = served.limits
-    if isinstance(prompts[0], str):
-        prompts = await served.encode(prompts, request.add_special_tokens)
-        _check_ids(prompts, limits)
-    prompts = [shortened(prompt, request, limits) for prompt in prompts]
-    n = request.n or 1
-    count = request.best_of or n
-    echoed, by_id = bool(request.echo) and request.logprobs is not None, request.prompt_logprobs
-    longest = max(map(len, prompts))
-    if echoed:
-        check_prompt_logits("echo with logprobs", "echo", request.stream, longest, limits)
-    if by_id is not None:
-        check_prompt_logits("prompt_logprobs", "prompt_logprobs", request.stream, longest, limits)
-    rows = []
-    for prompt in prompts:
-        length = Length(len(prompt), 1 if request.max_tokens == 0 else request.max_tokens)
-        row = generation_request(served, request, prompt, tokens, length, bool(request.stream), guide)
-        row.params.log_probs = request.logprobs is not None or count > n
-        row.params.top_logprobs = request.logprobs or 0
-        row.params.context_logits = echoed or by_id is not None
-        rows.append((row, count))
-    told = (1 + (request.logprobs or 0)) * echoed + (0 if by_id is None else 1 + by_id)
-    number = "best_of" if count > n else "n"
-    asks = "logprobs" if request.logprobs is not None else number if count > n else "prompt_logprobs"
-    fields = dict.fromkeys((asks, "max_tokens", number, "number of prompts"))
-    check_log_probs(rows, told, request.stream, count == n and not told, *fields)
-    top = max((request.logprobs or 0) * echoed, by_id or 0)
-    streams = await served.generate(rows, request.skip_special_tokens, partial(reduced, top=top))
-    return respond(served, streams, _Reply(served, request, streams, count), request.stream)
+    return answer
 
 
 def _prompts(given: str | list[Any], limits: EngineLimits) -> list[Any]:
