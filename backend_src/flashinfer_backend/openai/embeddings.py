@@ -42,47 +42,39 @@ RERANK_PROMPT = (
 
 
 def embeddings(served: ServedModel, request: EmbeddingRequest) -> Answering:
-    name, given = request.prompt_name, request.input
+    name, given, pooling = request.prompt_name, request.input, served.pooling
     if name is not None and name not in served.prompts:
         known = ", ".join(served.prompts) or "none"
         raise field_error("prompt_name", f"is {shown(name)}; the checkpoint's prompts are: {known}")
-    assert served.pooling is not None
-    most, size = request.dimensions, served.pooling.size
-    if most is not None and most > size:
-        raise field_error("dimensions", f"is {most}; the model's embeddings have {size}")
+    assert pooling is not None
+    most = request.dimensions
+    if most is not None and most > pooling.size:
+        raise field_error("dimensions", f"is {most}; the model's embeddings have {pooling.size}")
     inputs: list[Any] = [given] if isinstance(given, str) or (given and type(given[0]) is int) else given
     _check_count("input", len(inputs))
-    kinds = set(map(type, inputs))
+    kinds, places = set(map(type, inputs)), _places("input", len(inputs))
     if kinds == {str}:
         _check_texts("input", inputs)
         before = served.prompts.get(name or served.default_prompt or "", "")
-        return partial(_embeddings, served, request, [before + text for text in inputs] if before else inputs)
-    if name is not None:
+        inputs = [before + text for text in inputs] if before else inputs
+    elif name is not None:
         raise field_error("prompt_name", "goes with texts, not with token ids")
-    for place, ids in zip(_places("input", len(inputs)), inputs, strict=True):
-        if kinds != {list} or not ids or set(map(type, ids)) != {int}:
-            raise ApiError(
-                "input should be a text, a list of texts, a list of token ids or a list of those lists, none"
-                f" of them empty; {place} is {shown(ids)}",
-                param=place,
-            )
-        check_ids(place, (min(ids), max(ids)), served.limits)
-    return partial(_embeddings, served, request, inputs)
-
-
-async def _embeddings(served: ServedModel, request: EmbeddingRequest, inputs: list[Any]) -> Response:
-    """inputs: texts with their prompt, or lists of ids. Raises ApiError."""
-    places = _places("input", len(inputs))
-    if isinstance(inputs[0], str):
-        inputs = await served.encode(inputs, request.add_special_tokens, places)
-    assert served.pooling is not None
-    normalize, as_text = served.pooling.normalize, request.encoding_format == "base64"
+    else:
+        for place, ids in zip(places, inputs, strict=True):
+            if kinds != {list} or not ids or set(map(type, ids)) != {int}:
+                raise ApiError(
+                    "input should be a text, a list of texts, a list of token ids or a list of those lists,"
+                    f" none of them empty; {place} is {shown(ids)}",
+                    param=place,
+                )
+            check_ids(place, (min(ids), max(ids)), served.limits)
 
     def shape(values: np.ndarray) -> msgspec.Raw:
-        found = values[: request.dimensions]
-        if normalize or request.dimensions is not None:
+        found = values[:most]
+        if pooling.normalize or most is not None:
             found = found / max(float(np.linalg.norm(found)), 1e-12)
         # Written at once: JSON of thousands of embeddings would keep the loop for seconds.
+        as_text = request.encoding_format == "base64"
         content = base64.b64encode(found.astype("<f4").tobytes()).decode() if as_text else found.tolist()
         return msgspec.Raw(msgspec.json.encode(content))
 
@@ -90,7 +82,12 @@ async def _embeddings(served: ServedModel, request: EmbeddingRequest, inputs: li
         data = [{"object": "embedding", "index": i, "embedding": each} for i, each in enumerate(found)]
         return {"object": "list", "data": data}
 
-    return await _answer(served, request, "embd", inputs, places, shape, content)
+    async def answer() -> Response:
+        is_text = kinds == {str}
+        ids = await served.encode(inputs, request.add_special_tokens, places) if is_text else inputs
+        return await _answer(served, request, "embd", ids, places, shape, content)
+
+    return answer
 
 
 def rerank(served: ServedModel, request: RerankRequest) -> Answering:
