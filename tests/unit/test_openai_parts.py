@@ -649,6 +649,17 @@ def test_reasoning_may_come_first() -> None:
         messages_of(ResponsesRequest(input=items[:1]))
 
 
+def test_an_answer_has_its_calls_before_and_after_its_text() -> None:
+    calls = [
+        {"type": "function_call", "name": name, "arguments": "{}", "call_id": name}
+        for name in ("f", "g", "h")
+    ]
+    items = [*calls[:2], {"role": "assistant", "content": "Wait."}, calls[2]]
+    (message,), (place,) = messages_of(ResponsesRequest(input=items))
+    assert message["content"] == "Wait." and place.message == "input[3]"
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["f", "g", "h"]
+
+
 def kept_of(store: ResponseStore, *names: str) -> list[bool]:
     found = []
     for name in names:

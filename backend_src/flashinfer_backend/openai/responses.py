@@ -225,7 +225,7 @@ def messages_of(
         if not isinstance(kind, str) or kind not in ITEMS:
             raise wrong_value(f"input[{n}].type", kind, f"one of {', '.join((*ITEMS, REFERENCE))}")
         if kind == "message":
-            messages.append({"role": item.get("role"), "content": item.get("content")})
+            _add(messages, {"role": item.get("role"), "content": item.get("content")})
         elif kind in CALL_FIELDS:
             name, namespace, said = item.get("name"), item.get("namespace"), item.get(CALL_FIELDS[kind])
             custom = kind == "custom_tool_call"
@@ -244,7 +244,9 @@ def messages_of(
                 "type": "function",
                 "function": {"name": flat_name(namespace, str(name)), "arguments": said},
             }
-            _assistant(messages).setdefault("tool_calls", []).append(call)
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": None})
+            messages[-1].setdefault("tool_calls", []).append(call)
         elif kind in CALL_OUTPUTS:
             _check_call_id(item, n)
             output = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
@@ -254,23 +256,21 @@ def messages_of(
             text = text or unwrapped_text(item.get("encrypted_content"), f"input[{n}].encrypted_content")
             if not text:
                 continue
-            _assistant(messages, new=True)["reasoning_content"] = text
+            _add(messages, {"role": "assistant", "content": None, "reasoning_content": text})
         content = "output" if kind in CALL_OUTPUTS else "content"
         places[len(messages) - 1 :] = [Place(f"input[{n}]", f"input[{n}].{content}")]
     if not messages:
         raise field_error("input", "holds only reasoning without text; it should have a message")
-    merged: list[dict[str, Any]] = []
-    merged_places: list[Place] = []
-    # Reasoning belongs to the answer that follows it.
-    for message, place in zip(messages, places, strict=True):
-        before = merged[-1] if merged else {}
-        if message["role"] == "assistant" == before.get("role") and before.get("content") is None:
-            before.update({key: value for key, value in message.items() if value is not None})
-            merged_places[-1] = place
-        else:
-            merged.append(message)
-            merged_places.append(place)
-    return merged, merged_places
+    return messages, places
+
+
+def _add(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
+    """Reasoning belongs to the answer that follows it."""
+    before = messages[-1] if messages else {}
+    if message["role"] == "assistant" == before.get("role") and before["content"] is None:
+        before.update({key: value for key, value in message.items() if value is not None})
+    else:
+        messages.append(message)
 
 
 def _check_call_id(item: Mapping[str, Any], number: int) -> None:
@@ -296,13 +296,6 @@ def _thought(content: Any, place: str) -> str:
             f'{place} should be a list of parts: {{"type": "reasoning_text", "text": ...}}', param=place
         )
     return "".join(texts)
-
-
-def _assistant(messages: list[dict[str, Any]], new: bool = False) -> dict[str, Any]:
-    """The assistant's message that an item belongs to."""
-    if new or not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": None})
-    return messages[-1]
 
 
 def offered_tools(tools: Sequence[Mapping[str, Any]]) -> list[Offered]:
