@@ -383,9 +383,9 @@ def _quarter(words, scales, zeros, place, mask, NIBBLE: tl.constexpr, KIND: tl.c
 def _product(
     x, x_scales, weight, scales, zeros, bias, factors, experts, filled, order, out, tiles, x_rows,
     N: tl.constexpr, K: tl.constexpr, PAIRS_A_ROW: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr, SCALES: tl.constexpr, APART: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr,
-    ROWS: tl.constexpr, INNER: tl.constexpr, NEIGHBOURS: tl.constexpr, STAGES: tl.constexpr,
-    NATIVE: tl.constexpr,
+    LIMIT: tl.constexpr, SCALES: tl.constexpr, APART: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, NEIGHBOURS: tl.constexpr,
+    STAGES: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     wait_and_launch(NATIVE)
     KIND: tl.constexpr = x.dtype.element_ty
@@ -419,28 +419,30 @@ def _product(
         if GATED:
             up_scale = tl.load(own_scales + N // GROUP * APART)
     if SCALES == "mxfp4":
-        # Four columns in a word, 16 apart of each 64: four products of a quarter of the columns.
-        WORDS: tl.constexpr = (K + 63) // 64 * 16  # of a row
-        h, g = tl.arange(0, INNER // 4), tl.arange(0, INNER // 32)
+        # Four columns in a word, a quarter of those packed together apart: four products of a quarter each.
+        QUARTER: tl.constexpr = PACKED // 4
+        WORDS: tl.constexpr = (K + PACKED - 1) // PACKED * QUARTER  # of a row
+        GROUPS: tl.constexpr = INNER // GROUP
+        h, g = tl.arange(0, INNER // 4), tl.arange(0, GROUPS)
         first_row = expert * HEIGHT + n[:, None]
         words_of = weight + first_row * WORDS + h[None, :]
         groups_of = scales + first_row * APART + g[None, :]
-        column = h // 16 * 64 + h % 16
+        column = h // QUARTER * PACKED + h % QUARTER
         quarter = x + x_row[:, None] * K + column[None, :]
         for i in tl.range(0, LAST + 1, num_stages=STAGES):
             real = (h < WORDS - i * (INNER // 4))[None, :]
             words = tl.load(words_of + i * (INNER // 4), mask=inside[:, None] & real, other=0)
-            powers = _powers(groups_of, i * (INNER // 32), inside, INNER // 32, ROWS, NATIVE)
+            powers = _powers(groups_of, i * GROUPS, inside, GROUPS, ROWS, NATIVE)
             if GATED:
                 beyond = N * WORDS + i * (INNER // 4)
                 up_words = tl.load(words_of + beyond, mask=inside[:, None] & real, other=0)
-                beyond = N * APART + i * (INNER // 32)
-                up_powers = _powers(groups_of, beyond, inside, INNER // 32, ROWS, NATIVE)
+                beyond = N * APART + i * GROUPS
+                up_powers = _powers(groups_of, beyond, inside, GROUPS, ROWS, NATIVE)
             for q in tl.static_range(4):
                 given = real
-                if K % 64 != 0:
-                    given = (column < K - i * INNER - 16 * q)[None, :]
-                x_block = tl.load(quarter + i * INNER + 16 * q, mask=there[:, None] & given, other=0.0).T
+                if K % PACKED != 0:
+                    given = (column < K - i * INNER - QUARTER * q)[None, :]
+                x_block = tl.load(quarter + i * INNER + QUARTER * q, mask=there[:, None] & given, other=0.0).T
                 acc = tl.dot(_e2m1(words, powers[q // 2], KIND, q, NATIVE), x_block, acc)
                 if GATED:
                     up = tl.dot(_e2m1(up_words, up_powers[q // 2], KIND, q, NATIVE), x_block, up)
@@ -534,7 +536,7 @@ def product(
     kind = scales_of(weight)
     block = tile.gate_up if gated else tile.down
     block_rows, block_inner = block_shape(block, inner, kind)
-    group = inner // len(weight.scale) if kind == "int4" else BLOCK
+    group = inner // len(weight.scale) if kind == "int4" else mxfp4.GROUP if kind == "mxfp4" else BLOCK
     if kind == "mxfp4":
         data = data.view(torch.int16)
     dtype = torch.bfloat16 if kind in ("rows", "blocks") else x.dtype
@@ -545,9 +547,9 @@ def product(
         x, x_scales, data, scales, weight.zero, weight.bias, None if gated else tiles.weights, tiles.experts,
         tiles.filled, tiles.order, out, most, len(x),
         N=rows, K=inner, PAIRS_A_ROW=pairs_a_row, GATED=gated, ALPHA=alpha, LIMIT=limit,
-        SCALES=kind, APART=scales.stride(0) if scales is not None else 0, GROUP=group, TOKENS=tile.tokens,
-        ROWS=block_rows, INNER=block_inner, NEIGHBOURS=NEIGHBOURS, STAGES=block.stages, NATIVE=NATIVE,
-        num_warps=block.warps, launch_pdl=NATIVE,
+        SCALES=kind, APART=scales.stride(0) if scales is not None else 0, GROUP=group, PACKED=mxfp4.PACKED,
+        TOKENS=tile.tokens, ROWS=block_rows, INNER=block_inner, NEIGHBOURS=NEIGHBOURS, STAGES=block.stages,
+        NATIVE=NATIVE, num_warps=block.warps, launch_pdl=NATIVE,
     )  # fmt: skip
     return out
 
@@ -571,7 +573,7 @@ def block_shape(block: ExpertBlock, inner: int, scales: Scales) -> tuple[int, in
     if scales == "int4":
         return block.rows, int4.BLOCK
     if scales == "mxfp4":
-        return block.rows, min(max(64, block.inner), mxfp4.ALIGNED * mxfp4.GROUP)
+        return block.rows, min(max(mxfp4.PACKED, block.inner), mxfp4.ALIGNED * mxfp4.GROUP)
     if scales == "blocks":
         return min(block.rows, BLOCK), BLOCK
     return block.rows, math.gcd(block.inner, inner)
