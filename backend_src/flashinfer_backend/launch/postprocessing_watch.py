@@ -47,19 +47,14 @@ class PostprocessingWatch:
         self._ended.set()
 
     def _work(self) -> None:
+        body = json.dumps({"inputs": ONE_TOKEN}).encode()
         while not self._ended.wait(self._every_s):
-            self._asked_at = time.monotonic()
             try:
-                self._ask()
+                for model in self._models:
+                    self._asked_at = time.monotonic()
+                    ask(f"{self._url}/v2/models/{model}/infer", body, self._answer_s + 1)
             except TimeoutError:
                 return  # it stays stuck
             except OSError:
                 pass  # the server ends, and its process is watched elsewhere
             self._asked_at = None
-
-    def _ask(self) -> None:
-        """Waits for an answer of any kind. Raises OSError."""
-        body = json.dumps({"inputs": ONE_TOKEN}).encode()
-        for model in self._models:
-            self._asked_at = time.monotonic()
-            ask(f"{self._url}/v2/models/{model}/infer", body, self._answer_s + 1)
