@@ -5,9 +5,8 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, values
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -18,7 +17,6 @@ from flashinfer_backend.serving.timing import QUANTITIES
 from flashinfer_backend.transport import protocol
 from flashinfer_backend.transport.door_states import DoorState, read_door_states
 
-T = TypeVar("T")
 PREFIX = "flashinfer_backend_openai_"
 MODEL_NAME = "model_name"  # the label of series that are one of several models'
 HISTOGRAMS = {  # names of QUANTITIES
@@ -129,11 +127,9 @@ class Metrics:
         """Prometheus's text format, summed over the door's processes, with the state of every model."""
         every = CollectorRegistry()
         MultiProcessCollector(every)
-        every.register(_Collector(_engines, models))
-        every.register(_Collector(_routers, models))
-        if any(model.adapters is not None for model in models):
-            every.register(_Collector(_adapters, models))
-        every.register(_Collector(_door_states, read_door_states(self._door_states)))
+        doors = read_door_states(self._door_states)
+        families = [*_engines(models), *_routers(models), *_adapters(models), *_door_states(doors)]
+        every.register(_Families(families))
         return bytes(generate_latest(every))
 
 
@@ -163,11 +159,11 @@ _ROUTERS: dict[str, tuple[str, str, dict[str, Callable[[protocol.Status], float]
 }
 
 
-class _Collector:
-    """Collects the families that a function yields."""
+class _Families:
+    """A collector of the library."""
 
-    def __init__(self, families: Callable[[T], Iterator[Any]], state: T) -> None:
-        self.collect = partial(families, state)
+    def __init__(self, families: Sequence[Any]) -> None:
+        self.collect = lambda: families
 
 
 def _routers(models: Sequence[ModelState]) -> Iterator[Any]:
@@ -210,7 +206,9 @@ def _engines(models: Sequence[ModelState]) -> Iterator[Any]:
 
 def _adapters(models: Sequence[ModelState]) -> Iterator[Any]:
     """Which adapters run, as vLLM names it and request routers read it: the value is the time of the report,
-    and the labels are names with commas between. One series for all models."""
+    and the labels are names with commas between. One series for all models; none where none has adapters."""
+    if all(model.adapters is None for model in models):
+        return
     labels = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
     made = GaugeMetricFamily("vllm:lora_requests_info", "Adapters of running requests", labels=labels)
     running, waiting = set[str](), set[str]()
