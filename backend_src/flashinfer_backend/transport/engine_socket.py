@@ -11,7 +11,7 @@ import msgspec
 import zmq
 
 from flashinfer_backend.transport import protocol
-from flashinfer_backend.transport.stub_processes import Stub, find_stub
+from flashinfer_backend.transport.stub_processes import Stub, find_stub, remove_regions
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class EngineSocket:
         for pid in ended:
             if pid in self._pidfd:  # else it has said goodbye
                 if (stub := self._stubs.get(pid)) is not None:
-                    stub.remove_memory()  # tritonserver would leave it behind
+                    remove_regions([stub.region])  # tritonserver would leave it behind
                 yield protocol.Goodbye(pid, said=False)
 
     def _decode(self, body: bytes) -> protocol.ToEngine | None:

@@ -38,10 +38,6 @@ class Stub(NamedTuple):
         """Whether it runs, and no other process has its pid by now."""
         return self.start_ticks is not None and rundir.start_ticks(self.pid) == self.start_ticks
 
-    def remove_memory(self) -> None:
-        """Takes the name of its shared memory away. A process that has it mapped keeps the memory."""
-        remove_regions([self.region])
-
     def memory_bytes(self) -> int:
         """How large its shared memory is by now; it grows by what does not fit, and never shrinks."""
         return (SHARED_MEMORY / self.region).stat().st_size
@@ -56,8 +52,7 @@ def end_orphans(server_pid: int, known: Iterable[Stub] = (), grace_s: float | No
     while (stubs := stubs_of(server_pid)) and time.monotonic() < deadline:
         found.update(stubs)
         time.sleep(0.1)
-    for stub in found.union(stubs):
-        stub.remove_memory()
+    remove_regions(stub.region for stub in found.union(stubs))
     rundir.forget_processes(processes_dirs(), {stub.pid for stub in stubs})
     for stub in sorted(stubs, key=lambda stub: stub.pid == os.getpid()):  # ourselves last
         if stub.alive:
@@ -71,7 +66,7 @@ def regions_of(prefix: str) -> list[str]:
 
 
 def remove_regions(names: Iterable[str]) -> None:
-    """Takes names of shared memory of this user away."""
+    """Takes names of shared memory of this user away. A process that has it mapped keeps the memory."""
     for name in names:
         with _own_region(name) as found:
             if found is not None:
