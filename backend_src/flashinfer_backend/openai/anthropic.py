@@ -46,13 +46,21 @@ FREE_OF_TOOLS = ("name", "description", "input_schema", "strict", "cache_control
 
 def message(served: ServedModel, request: MessagesRequest) -> Answering:
     turn = Turn(served, conversation_of(served, request), bool(request.stream))
-    turn.prepare(_sampling(request))
+    sampling = Sampling(
+        model=request.model,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        stop=request.stop_sequences,
+        stream=request.stream,
+    )
+    turn.prepare(sampling)
 
     async def answer() -> Response:
         await turn.encode()
         # An answer that the model's context cuts before max_tokens has a stop reason that says so.
         room = served.limits.max_seq_len - len(turn.prompt)
-        await turn.submit(_sampling(request), 1, request.max_tokens if request.max_tokens <= room else None)
+        await turn.submit(sampling, 1, request.max_tokens if request.max_tokens <= room else None)
         return respond(served, turn.streams, _Reply(turn, request), request.stream)
 
     return answer
@@ -240,17 +248,6 @@ def _reasoning(served: ServedModel, thinking: Thinking) -> dict[str, Any]:
     if re.search(r"\bthinking_budget\b", source):
         variables["thinking_budget"] = thinking.budget_tokens
     return variables
-
-
-def _sampling(request: MessagesRequest) -> Sampling:
-    return Sampling(
-        model=request.model,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        stop=request.stop_sequences,
-        stream=request.stream,
-    )
 
 
 class _Reply(Items):
