@@ -3,7 +3,7 @@
 
 import difflib
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,14 @@ else:
 # Parameters of a config.pbtxt that are no knobs: of Triton, of its Python backend, and names of other models.
 TRITONS_OWN = ("FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH", "TRITON_BATCH_STRATEGY_PATH")
 OWN_NAMES = {LLM: ("postprocessing_model_name",), POST: ("llm_model_name",)}
-# Knobs whose default follows from another's value.
-FOLLOWING = (
-    *("tokenizer_dir", "max_queue_size", "preferred_batch_size", "llm_preferred_batch_size"),
-    "streamed_log_probs",
-)
+# What auto means of knobs that follow from others, or from the llm model's name.
+FOLLOWING: dict[str, Callable[[Mapping[str, str], str], str]] = {
+    "tokenizer_dir": lambda values, _: values["model_dir"],
+    "max_queue_size": lambda values, _: str(auto_queue_size(int(values["max_num_seqs"]))),
+    "preferred_batch_size": lambda values, _: values["triton_max_batch_size"],
+    "llm_preferred_batch_size": lambda values, _: values["preferred_batch_size"],
+    "streamed_log_probs": lambda _, llm_name: "all" if llm_name == TRT_LLM else "chunk",
+}
 
 
 def read_profile(path: Path, problems: list[str]) -> list[tuple[str, str]]:
@@ -149,19 +152,11 @@ def check_parameters(parameters: Mapping[str, str], model: str) -> None:
 
 
 def complete(chosen: dict[str, str], llm_name: str = LLM) -> dict[str, str]:
-    """A value for every knob: the chosen ones and defaults; five knobs follow from others or from the llm
-    model's name."""
+    """A value for every knob: the chosen ones and defaults."""
     values = {knob.name: chosen.get(knob.name, knob.default) for knob in KNOBS}
-    if values["tokenizer_dir"] == "auto":
-        values["tokenizer_dir"] = values["model_dir"]
-    if values["max_queue_size"] == "auto":
-        values["max_queue_size"] = str(auto_queue_size(int(values["max_num_seqs"])))
-    if values["preferred_batch_size"] == "auto":
-        values["preferred_batch_size"] = values["triton_max_batch_size"]
-    if values["llm_preferred_batch_size"] == "auto":
-        values["llm_preferred_batch_size"] = values["preferred_batch_size"]
-    if values["streamed_log_probs"] == "auto":
-        values["streamed_log_probs"] = "all" if llm_name == TRT_LLM else "chunk"
+    for name, meant in FOLLOWING.items():
+        if values[name] == "auto":
+            values[name] = meant(values, llm_name)
     return values
 
 
