@@ -169,9 +169,8 @@ def reduced(prompt: np.ndarray, logits: bytes | memoryview, top: int) -> PromptL
         np.empty((size, top), "<i4"),
         np.empty((size, top), "<f4"),
     )
-    for place, (row, token) in enumerate(
-        zip(rows, prompt[1:], strict=False)
-    ):  # the last is about what follows
+    # The last row is about what follows the prompt.
+    for place, (row, token) in enumerate(zip(rows[:-1], prompt[1:], strict=True)):
         high = float(row.max())
         total = high + float(np.log(np.exp(row - high, dtype=np.float64).sum()))
         found.values[place], found.ranks[place] = row[token] - total, np.count_nonzero(row >= row[token])

@@ -48,10 +48,8 @@ INPUT = "input"  # of a custom tool, the one parameter of the function that the 
 CALL_FIELDS = {"function_call": "arguments", "custom_tool_call": INPUT}
 CALL_OUTPUTS = ("function_call_output", "custom_tool_call_output")
 ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
-TEXTS = {
-    "message": "output_text",
-    "reasoning": "reasoning_text",
-}  # items' parts, and the names of their events
+# Items' parts, and the names of their events.
+TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}
 ITEMS = ("message", *CALL_FIELDS, *CALL_OUTPUTS, "reasoning")
 REFERENCE = "item_reference"  # in the input, to an item of an earlier response
 
@@ -454,9 +452,8 @@ class _Reply(Items):
         self._top = request.top_logprobs or 0 if request.log_probs else None
         self._log_probs: list[Raw] = []  # of the last item
         self._finish: str | None = None
-        self._store = (
-            turn.served.store if request.store is not False else None
-        )  # OpenAI's API keeps by default
+        # OpenAI's API keeps by default.
+        self._store = turn.served.store if request.store is not False else None
 
     def _done(self) -> dict[str, Any]:
         """The whole response, kept if it is to be."""

@@ -312,9 +312,8 @@ class _Root:
             raise _refused(
                 path, f"all 'multipleOf' together are above {2 * GRAMMAR.multiple_of}", "lower them"
             )
-        self._checks.spend(
-            path, depth, len(checked.get("patternProperties", ())) ** 2
-        )  # are compared in pairs
+        pairs = len(checked.get("patternProperties", ())) ** 2  # which are compared
+        self._checks.spend(path, depth, pairs)
         if max(checked.get("minItems", 0), checked.get("maxItems", 0)) > 1:
             self._checks.spend(path, depth, ITEM_LIMIT_COST)
         if "pattern" in checked:
