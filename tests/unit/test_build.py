@@ -315,7 +315,7 @@ def test_list_knobs(capsys):
         ("--list-knobs", ["--diff"]),
         ("--list-knobs", ["--regenerate"]),
         ("--regenerate", ["--model", "there"]),
-        ("--regenerate", ["--markdown"]),
+        ("--regenerate", ["--force"]),
     ],
 )
 def test_what_has_no_effect_beside_an_option_is_refused(capsys, monkeypatch, option, other):

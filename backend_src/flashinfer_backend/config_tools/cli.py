@@ -19,13 +19,11 @@ def main(model_repo: Path, argv: list[str] | None = None) -> int:
     """Run build.py on the defaults in `model_repo`. Returns the exit status; 2 = refused, nothing written."""
     parser = _parser()
     args = parser.parse_args(argv)
-    _refuse_beside(parser, args, "list_knobs", {"markdown"})
-    _refuse_beside(parser, args, "regenerate", set())
+    _refuse_beside(parser, args, "list_knobs")
+    _refuse_beside(parser, args, "regenerate")
     if args.list_knobs:
-        print(markdown_table() if args.markdown else text_table(), end="")
+        print(text_table(), end="")
         return 0
-    if args.markdown:
-        parser.error("--markdown belongs to --list-knobs")
     if args.regenerate:
         for path, text in generated(model_repo).items():
             path.write_text(text, encoding="utf-8")
@@ -129,9 +127,6 @@ def _parser() -> argparse.ArgumentParser:
         "--list-knobs", action="store_true", help="show all knobs with their meanings, values and defaults"
     )
     parser.add_argument(
-        "--markdown", action="store_true", help="with --list-knobs: in the form of docs/knobs.md"
-    )
-    parser.add_argument(
         "--regenerate", action="store_true",
         help="for developers, after a change of EngineConfig or of the knobs: rewrite docs/knobs.md and the "
         "engine's parameters in model_repo",
@@ -139,12 +134,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _refuse_beside(
-    parser: argparse.ArgumentParser, args: argparse.Namespace, alone: str, allowed: set[str]
-) -> None:
+def _refuse_beside(parser: argparse.ArgumentParser, args: argparse.Namespace, alone: str) -> None:
     """Ends the program if an option that writes no repository comes with one for writing."""
     given = [name for name, value in vars(args).items() if value != parser.get_default(name)]
-    others = [name for name in given if name not in allowed | {alone}]
+    others = [name for name in given if name != alone]
     if alone in given and others:
         option, other = (f"--{name.replace('_', '-')}" for name in (alone, others[0]))
         parser.error(f"{other} has no effect with {option}; give one of them")
