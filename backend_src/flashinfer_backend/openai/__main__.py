@@ -15,7 +15,7 @@ from flashinfer_backend.openai.arguments import API_ARGUMENTS
 from flashinfer_backend.openai.model import check_packages, room_for_connections
 from flashinfer_backend.openai.options import built_name, llm_parameters, worker_count, worker_options
 from flashinfer_backend.openai.supervisor import Supervisor
-from flashinfer_backend.transport.addresses import STALLED_S, AddressError, check_ports, resolve
+from flashinfer_backend.transport.addresses import STALLED_S, check_ports, resolve
 from flashinfer_backend.transport.keeper_handle import EngineStartError, KeeperHandle
 from flashinfer_backend.transport.restarts import RESTARTS
 
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, supervisor.stop)
         return supervisor.run()
-    except (ValueError, OSError, AddressError, EngineStartError) as error:
+    except (ValueError, OSError, EngineStartError) as error:
         print(f"openai: {error}", file=sys.stderr)
         return 1
 

@@ -113,18 +113,16 @@ class Supervisor:
 
     def _listen(self, number: int) -> None:
         """Makes a process's socket. It lives here, so connections wait while that one is replaced."""
-        listener = socket.socket(socket.AF_INET6 if self._address.version == 6 else socket.AF_INET)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            listener.bind((str(self._address), self._port))
-            self._port = listener.getsockname()[1]
-            cut_stalled_clients(listener, self._stalled_s)
-            listener.listen(BACKLOG)
-        except OSError:
-            listener.close()
-            raise
-        self._listeners[number] = listener
+        is_v6 = self._address.version == 6
+        self._listeners[number] = listener = socket.create_server(
+            (str(self._address), self._port),
+            family=socket.AF_INET6 if is_v6 else socket.AF_INET,
+            backlog=BACKLOG,
+            reuse_port=True,
+            dualstack_ipv6=is_v6 and socket.has_dualstack_ipv6(),
+        )
+        cut_stalled_clients(listener, self._stalled_s)
+        self._port = listener.getsockname()[1]
 
     def _start_due(self) -> None:
         for number, due in list(self._again.items()):
