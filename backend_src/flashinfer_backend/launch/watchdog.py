@@ -95,8 +95,10 @@ class Watchdog:
                 if not self._was_ready and (why := server.gave_up()):
                     _say(why)
                     return abs(server.end()) or 1
-                if server.grown:
-                    self._start_again(server, reason)
+                if server.grown:  # it is well: what is open ends, or has its time
+                    _say(f"{reason}; starting the server again")
+                    self._answer_meanwhile()
+                    server.stop(time.monotonic(), GROWN, end_s=ERRORS_S)
                 elif not self._restart_after(server, reason):
                     return 0 if self._asked_at else 1
         finally:
@@ -128,12 +130,6 @@ class Watchdog:
                 self._was_ready = True
             server.wait(TICK_S)
         return ""
-
-    def _start_again(self, server: ServerRun, reason: str) -> None:
-        """Ends a server that is well, once what is open has ended or had its time."""
-        _say(f"{reason}; starting the server again")
-        self._answer_meanwhile()
-        server.stop(time.monotonic(), GROWN, end_s=ERRORS_S)
 
     def _answer_meanwhile(self) -> None:
         """Opens a maintenance server, later than whatever else listens; one that is open goes when it is
