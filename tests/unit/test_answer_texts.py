@@ -35,7 +35,7 @@ from flashinfer_backend.serving.generation import Chunk, GenerationRequest
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.transport import protocol
 
-Answered = Callable[..., str]
+Answered = Callable[..., tuple[str, str | None]]
 KINDS = {"sentencepiece": sentencepiece, "metaspace": metaspace, "regex": lambda: other_decoder("regex")}
 
 
@@ -63,14 +63,15 @@ def answered(tmp_path: Path) -> Answered:
         streaming: bool,
         stops: list[str],
         exclude: bool = True,
-    ) -> str:
-        """The text of an answer of these ids, which ends with them or with a stop word."""
+    ) -> tuple[str, str | None]:
+        """The text of an answer of these ids, which ends with them or with a stop word; and that, if its
+        text was matched."""
         tokenizer.save(str(tmp_path / "tokenizer.json"))
         metrics: Any = SimpleNamespace(ended=lambda model, stream, chunk: None)
         model = Model(["small"], EngineConfig(model_dir=str(tmp_path)), openai_defaults=True)
         served = ServedModel(model, metrics)
 
-        async def run() -> str:
+        async def run() -> tuple[str, str | None]:
             served.link = EngineLink(Sent(), asyncio.get_running_loop(), LogitsRoom())  # type: ignore[arg-type]
             params = SamplingParams(max_tokens=99)
             row = GenerationRequest(
@@ -83,7 +84,7 @@ def answered(tmp_path: Path) -> Answered:
                 stream.on_token(token, code, None)
                 while (chunk := stream.take()) is not None:
                     text += take_text(served, stream, chunk, served.decoder())
-            return text
+            return text, stream.stop_word
 
         return asyncio.run(run())
 
@@ -100,18 +101,18 @@ def test_an_answer_keeps_the_space_before_its_first_word(
     cut = next(n for n in range(2, len(ids)) if "▁" in tokenizer.id_to_token(ids[n]))
     whole, prompt = tokenizer.decode(ids), tokenizer.decode(ids[:cut])
     assert whole[len(prompt)] == " "
-    assert answered(tokenizer, ids[:cut], ids[cut:], streaming, []) == whole[len(prompt) :]
+    assert answered(tokenizer, ids[:cut], ids[cut:], streaming, []) == (whole[len(prompt) :], None)
     word = whole[len(prompt) : len(prompt) + 3]
-    assert answered(tokenizer, ids[:cut], ids[cut:], streaming, [word]) == ""
-    assert answered(tokenizer, ids[:cut], ids[cut:], streaming, [word], exclude=False) == word
+    assert answered(tokenizer, ids[:cut], ids[cut:], streaming, [word]) == ("", word)
+    assert answered(tokenizer, ids[:cut], ids[cut:], streaming, [word], exclude=False) == (word, word)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_stop_that_is_a_special_token_ends_the_answer(answered: Answered, streaming: bool) -> None:
     tokenizer = byte_level()
     ids = tokenizer.encode("The fox<|turn|>jumps", add_special_tokens=False).ids
-    assert answered(tokenizer, [0], ids, streaming, ["<|turn|>"]) == "The fox"
-    assert answered(tokenizer, [0], ids, streaming, ["umps"]) == "The foxj"
+    assert answered(tokenizer, [0], ids, streaming, ["<|turn|>"]) == ("The fox", None)
+    assert answered(tokenizer, [0], ids, streaming, ["x y", "umps"]) == ("The foxj", "umps")
 
 
 def test_offsets_are_those_of_the_text() -> None:

@@ -112,6 +112,15 @@ def test_generated_files_are_current():
         assert path.read_text(encoding="utf-8") == text, f"run build.py --regenerate: {path} is old"
 
 
+# By the kind of a knob, values that EngineConfig has in another form.
+TEXTS = {
+    "bool": ["true", "false"],
+    "sizes": ["1", "1,2,16"],
+    "groups": ["0", "0,1;2,3"],
+    "folders": ["a=/x,b=/y"],
+}
+
+
 def test_every_field_of_the_engine_is_a_knob():
     knobs = {knob.name: knob for knob in KNOBS}
     for field in fields(EngineConfig):
@@ -119,6 +128,8 @@ def test_every_field_of_the_engine_is_a_knob():
         assert ("llm", f"parameters.{field.name}") in knob.places
         assert (knob.values, knob.meaning) == (field.values, field.meaning)
         assert field.text(field.read(knob.default)) == knob.default
+        for text in TEXTS.get(field.values.kind, []):
+            assert field.text(field.read(text)) == text
     assert ENGINE_PLACES.keys() | ENGINE_IN_TRT <= set(EngineConfig.__struct_fields__)
 
 

@@ -19,6 +19,10 @@ NO_CONFIG = {"config.json": None, "model.safetensors": None}
 # Files to write (None: to remove) and changes of config.json -> what it is, what to do.
 KINDS = {
     "gguf": ({**NO_CONFIG, "m.Q4_K_M.gguf": "GGUF"}, {}, "GGUF files (m.Q4_K_M.gguf)", "take the"),
+    "four of gguf": ({**NO_CONFIG, **dict.fromkeys(("a.gguf", "b.gguf", "c.gguf", "d.gguf"), "GGUF")}, {},
+     "GGUF files (a.gguf, b.gguf, c.gguf, d.gguf)", "take the"),
+    "more of gguf": ({**NO_CONFIG, **{f"{name}.gguf": "GGUF" for name in "abcde"}}, {},
+     "GGUF files (a.gguf, b.gguf, c.gguf, d.gguf and 1 more)", "take the"),
     "gguf beside config.json": ({"model.safetensors": None, "m.gguf": ""}, {}, "GGUF files", "take the"),
     "pickle": ({"model.safetensors": None, "pytorch_model.bin": ""}, {},
      "it has pytorch_model.bin, which are pickles", "save it again (save_pretrained)"),

@@ -111,6 +111,12 @@ def test_a_client_that_stays_is_never_probed_for(table, marker):
     assert stream.probes == 0
 
 
+def test_a_chunk_seen_at_the_time_that_it_was_sent_was_not_missed():
+    stream = Stream(SimpleNamespace(last=lambda handle: 5), None)
+    stream.sent_at = 5
+    assert [stream.check(), stream.check()] == [[], []] and stream.probes == 0
+
+
 def test_a_client_that_left_before_the_first_chunk(table, marker):
     stream = Stream(table, marker)
     stream.left = True

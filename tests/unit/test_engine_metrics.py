@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of several instances counts what the engine reports."""
+"""Which of several instances counts what the engine reports; the times of a sequence."""
 
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from flashinfer_backend.serving import timing
 from flashinfer_backend.transport.protocol import Status
 from flashinfer_backend.triton_server.engine_metrics import EngineMetrics
 
@@ -44,3 +47,26 @@ def test_the_next_writer_counts_nothing_twice_though_its_report_is_older(tmp_pat
     assert shown[PAUSED] == 0
     second.update(report(110))
     assert counted[GENERATED] == 110 and shown[PAUSED] == 10
+
+
+@pytest.mark.parametrize(
+    ("tokens", "found"),
+    [
+        ([], {"e2e": 3.0}),
+        ([10.5], {"e2e": 3.0, "ttft": 0.5}),
+        ([10.5, 11.25], {"e2e": 3.0, "ttft": 0.5, "itl": 0.75, "longest_itl": 0.75}),
+        ([10.5, 11.25, 11.5], {"e2e": 3.0, "ttft": 0.5, "itl": 0.5, "longest_itl": 0.75}),
+    ],
+)
+def test_times_of_a_sequence(
+    tokens: list[float], found: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([10.0, *tokens, 13.0, 13.0])
+    monkeypatch.setattr(timing, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    sequence = timing.SequenceTiming()
+    for _ in tokens:
+        sequence.token()
+    sequence.sent, counts = 2, {"input": 7, "output": 2}
+    assert sequence.quantities(7) == found | counts
+    sequence.queued = 0.25
+    assert sequence.quantities(7) == found | counts | {"queue": 0.25}

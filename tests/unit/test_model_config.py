@@ -491,6 +491,7 @@ def test_a_shared_expert_is_folded_where_it_is_as_large_as_one_or_two(tmp_path, 
         count, further = len(mlp.gate_up.sources) // 2, mlp.folded[1] if mlp.folded else 0
         assert [product.name for product in shared] == ([] if further else ["shared_gate_up", "shared_down"])
         assert gate_up.experts == down.experts == count + further
+        assert gate_up.all_experts == down.all_experts == (4 if kind == "llama4" else 8)
         assert gate_up.shape == ((count + further) * 2 * mlp.size, 64)
         assert down.shape == ((count + further) * 64, mlp.size)
         assert router.shape == ((4, 64) if kind == "llama4" else (16, 64))

@@ -64,6 +64,9 @@ def test_who_waits_goes_in_by_priority_and_then_by_arrival() -> None:
     assert places.started[2:] == ["large"] and places.seen[-1] == (300, 1)  # alone, beyond the bound
     places.gate.leave(large)
     assert places.started[3:] == ["small"] and places.seen[-1] == (10, 0)
+    places.enter("the rest", 90)
+    places.enter("empty", 1)
+    assert places.started[4:] == ["the rest"] and places.seen[-1] == (100, 1)
 
 
 def test_who_leaves_together_lets_in_none_of_themselves() -> None:

@@ -479,6 +479,28 @@ def test_what_a_sequence_that_has_ended_should_have_written_in_a_step_that_was_n
     assert result.kv_manager.pools[0].available == result.kv_manager.pools[0].num_blocks
 
 
+def test_without_reuse_nothing_that_a_sequence_leaves_is_hashed():
+    result = scheduler(40)
+    ending = result.requests[1]
+    assert result.schedule(in_flight=False) is not None
+    result.release(ending)
+    assert not ending.block_keys and result.kv_manager.pools[0].cached == 0
+
+
+def test_a_sequence_that_leaves_gives_back_what_was_promised_to_it():
+    config = EngineConfig(
+        model_dir="", max_seq_len=256, max_input_len=255, batch_scheduler_policy="guaranteed_no_evict"
+    )
+    result = Scheduler(config, KVCacheManager([BlockPool(20)], 16, reuse=False))
+    for handle in range(1, 4):
+        result.submit(of_length(20, handle, max_new=100))
+        assert result.schedule(in_flight=False) is not None
+    assert (result.reserved_blocks, len(result.running)) == (12, 2)
+    result.release(result.requests[1])
+    assert result.reserved_blocks == 6
+    assert result.schedule(in_flight=False) is not None and list(result.running) == [2, 3]
+
+
 def test_stop_sequences_end_with_the_token_that_completes_them_and_none_before_the_prompts_end() -> None:
     """Of thousands one is looked at: the ones of all lengths that end with a token took 0.8 ms a token."""
     stops = [[], [3], [8, 9], [8, 9], [7, 8, 9], [5, 5, 5, 9], *([100 + n, n % 50, 11] for n in range(4000))]
