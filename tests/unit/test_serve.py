@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from flashinfer_backend.config_tools import cli
@@ -179,14 +180,14 @@ def test_an_endless_complaint_is_shown_seldom():
 
 
 def test_a_quarter_of_the_memory_that_a_container_has(tmp_path):
-    assert serve.quarter_of_memory(tmp_path) == 0
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/meminfo").write_text("MemTotal:       16777216 kB\nMemFree: 1 kB\n")
-    assert serve.quarter_of_memory(tmp_path) == 4096
-    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
-    for text, expected in (("max\n", 4096), (f"{2 << 30}\n", 512)):
-        (tmp_path / "sys/fs/cgroup/memory.max").write_text(text)
-        assert serve.quarter_of_memory(tmp_path) == expected
+    machine = serve.quarter_of_memory(tmp_path)
+    assert machine == psutil.virtual_memory().total // 4 >> 20
+    for file in (tmp_path / "memory.max", tmp_path / "memory/memory.limit_in_bytes"):
+        file.parent.mkdir(exist_ok=True)
+        for text, expected in (("max\n", machine), (f"{1 << 62}\n", machine), (f"{128 << 20}\n", 32)):
+            file.write_text(text)
+            assert serve.quarter_of_memory(tmp_path) == expected
+        file.unlink()
     assert serve.quarter_of_memory() == serve._parser().get_default("restart_after_growth") > 0
 
 

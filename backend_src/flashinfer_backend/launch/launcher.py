@@ -6,6 +6,7 @@ Python backend needs, and says when it is ready. The server ends with this proce
 """
 
 import argparse
+import contextlib
 import math
 import os
 import secrets
@@ -141,22 +142,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def quarter_of_memory(root: Path = Path("/")) -> int:
-    """In MiB, of the machine's memory, or of its container's where that has less; 0 where nothing says so."""
-    limits = []
-    for line in _lines(root / "proc/meminfo"):
-        if line.startswith("MemTotal:"):
-            limits.append(int(line.split()[1]) << 10)
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # control groups, version 2 and 1
-        limits += [int(line) for line in _lines(root / "sys/fs/cgroup" / name) if line.isdigit()]
-    return min(limits, default=0) // 4 // MIB
-
-
-def _lines(file: Path) -> list[str]:
-    try:
-        return file.read_text().splitlines()
-    except OSError:
-        return []
+def quarter_of_memory(groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """In MiB, of the machine's memory, or of its container's where that has less. groups: control groups."""
+    least = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of version 2 and 1
+        with contextlib.suppress(OSError, ValueError):  # none, or max
+            least = min(least, int((groups / name).read_text()))
+    return least // 4 // MIB
 
 
 def _check_models(path: Path) -> None:
