@@ -13,7 +13,7 @@ from starlette.responses import Response
 from flashinfer_backend.core.values import shown
 from flashinfer_backend.openai.answer import respond, unwrapped_text, wrapped_text
 from flashinfer_backend.openai.chat import Answer, Conversation, Turn, add_effort, render
-from flashinfer_backend.openai.errors import ApiError, field_error
+from flashinfer_backend.openai.errors import field_error, wrong_value
 from flashinfer_backend.openai.formats.events import ARGUMENTS, CONTENT, REASONING, Event
 from flashinfer_backend.openai.items import Change, Items, named_event
 from flashinfer_backend.openai.requests import (
@@ -87,10 +87,7 @@ def conversation_of(served: ServedModel, request: CountTokensRequest) -> Convers
         guide = schema_guide(config.format.schema, "output_config.format")
     prefilled = messages[-1]["role"] == "assistant"
     if prefilled and messages[-1].get("tool_calls"):
-        raise ApiError(
-            f"{places[-1].message} has a tool_use, but no message with its tool_result follows",
-            param="messages",
-        )
+        raise field_error(places[-1].message, "has a tool_use, but no message with its tool_result follows")
     return Conversation(
         plain_messages(messages, places),
         _tools(request),
@@ -134,9 +131,7 @@ def messages_of(request: CountTokensRequest) -> tuple[list[dict[str, Any]], list
             if texts or not content:
                 add({"role": role, "content": texts or None}, place)
         else:
-            raise ApiError(
-                f"{place}.role is {shown(role)}; it should be user, assistant or system", param=place
-            )
+            raise wrong_value(f"{place}.role", role, "user, assistant or system")
     return messages, places
 
 
@@ -160,7 +155,7 @@ def _text(block: Mapping[str, Any], place: str) -> dict[str, Any]:
             ' {"type": "text", "text": ...}',
         )
     if not isinstance(block.get("text"), str):
-        raise ApiError(f"{place}.text is {shown(block.get('text'))}; it should be a string", param=place)
+        raise wrong_value(f"{place}.text", block.get("text"), "a string")
     return {"type": "text", "text": block["text"]}
 
 
@@ -171,8 +166,7 @@ def _texts(content: Any, place: str) -> list[dict[str, Any]]:
 def _result(block: Mapping[str, Any], place: str) -> dict[str, Any]:
     """A tool's result; one that is an error says so to the model."""
     if not isinstance(block.get("tool_use_id"), str):
-        told = shown(block.get("tool_use_id"))
-        raise ApiError(f"{place}.tool_use_id is {told}; it should be the tool_use's id", param=place)
+        raise wrong_value(f"{place}.tool_use_id", block.get("tool_use_id"), "the tool_use's id")
     content = block.get("content")
     text = "\n".join(part["text"] for part in _texts("" if content is None else content, f"{place}.content"))
     if block.get("is_error"):
@@ -187,7 +181,7 @@ def _assistant(content: Any, place: str) -> dict[str, Any]:
         if block["type"] == "thinking":
             thought = block.get("thinking") or unwrapped_text(block.get("signature"), f"{at}.signature")
             if not isinstance(thought, str):
-                raise ApiError(f"{at}.thinking should be a string", param=at)
+                raise field_error(f"{at}.thinking", "should be a string")
             thoughts.append(thought)
         elif block["type"] == "tool_use":
             if not isinstance(block.get("name"), str) or not isinstance(block.get("input"), dict):
