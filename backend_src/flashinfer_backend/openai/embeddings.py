@@ -221,10 +221,7 @@ def _pairs(
         )
     queries = queries * len(texts) if len(queries) == 1 else queries
     # Before they are put together: each document brings its query.
-    size, most = (
-        sum(map(len, queries)) + sum(map(len, texts)),
-        ALL_PROMPTS * (served.model.max_prompt_bytes or MIB),
-    )
+    size, most = sum(map(len, queries + texts)), ALL_PROMPTS * (served.model.max_prompt_bytes or MIB)
     if size > most:
         raise field_error(
             name,
