@@ -113,9 +113,8 @@ class HermesReader(MarkedReader):
 
     def _read_call(self, events: list[Event]) -> bool:
         scanner = self._scanner
-        if not scanner.done and not scanner.failed:
-            at = scanner.feed(self._text, 0, events)
-            self._text = self._text[at:]
+        at = scanner.feed(self._text, 0, events)  # none, once the object has ended
+        self._text = self._text[at:]
         if scanner.failed and not scanner.begun:
             self._not_a_call(events, scanner.raw)
             return True
@@ -159,9 +158,15 @@ class MistralReader(MarkedReader):
             if begin[0] == "[" and not any(part.startswith(begin[: len(part)]) for part in self.parts[:2]):
                 self._list = CallListScanner()
             elif not self._read_name(events):
-                return self._value is not None or not self._in_call
-        if self._list is not None:
-            return self._read_list(self._list, events)
+                return not self._in_call
+        if (scanner := self._list) is not None:
+            at = scanner.feed(self._text, 0, events)
+            self._text = self._text[at:]
+            if scanner.failed and not scanner.begun:
+                self._not_a_call(events, scanner.raw)
+            elif scanner.done or scanner.failed:
+                self._leave_call()
+            return scanner.done or scanner.failed
         assert self._value is not None
         at = self._value.feed(self._text, 0)
         events.append(Event(ARGUMENTS, self._text[:at]))
@@ -169,15 +174,6 @@ class MistralReader(MarkedReader):
         if self._value.complete:
             self._leave_call()
         return self._value.complete
-
-    def _read_list(self, scanner: CallListScanner, events: list[Event]) -> bool:
-        at = scanner.feed(self._text, 0, events)
-        self._text = self._text[at:]
-        if scanner.failed and not scanner.begun:
-            self._not_a_call(events, scanner.raw)
-        elif scanner.done or scanner.failed:
-            self._leave_call()
-        return scanner.done or scanner.failed
 
     def _read_name(self, events: list[Event]) -> bool:
         """Takes `name[CALL_ID]id[ARGS]`, once the `{` of the arguments is there."""
