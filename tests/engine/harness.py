@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import zmq
 from torch import Tensor
 
@@ -27,6 +28,13 @@ from flashinfer_backend.transport import protocol
 from flashinfer_backend.transport.engine_socket import EngineSocket
 
 TIMEOUT_S = 120
+
+
+def make_prompts(count: int, longest: int = 100, vocab: int = 250) -> list[list[int]]:
+    """Random ids of random lengths below `longest`."""
+    generator = torch.Generator().manual_seed(count)
+    lengths = torch.randint(1, longest, (count,), generator=generator).tolist()
+    return [torch.randint(3, vocab, (n,), generator=generator).tolist() for n in lengths]
 
 
 class Client:

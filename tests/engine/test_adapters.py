@@ -22,9 +22,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from checkpoints import make_checkpoint
-from engine.harness import serve, start_core
+from engine.harness import make_prompts, serve, start_core
 from engine.ranks_in_threads import start_ranks
-from engine.test_generate import make_prompts, next_ids
+from engine.test_generate import next_ids
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.request import Request
 from flashinfer_backend.core.sampling_params import SamplingParams

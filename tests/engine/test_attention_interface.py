@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from checkpoints import make_checkpoint
-from engine.harness import serve, start_core
-from engine.test_generate import make_prompts
+from engine.harness import make_prompts, serve, start_core
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.contract import Prepared
 from flashinfer_backend.attention.torch_paged import TorchPagedAttention

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from checkpoints import make_checkpoint
-from engine.harness import serve, start_core
-from engine.test_generate import GREEDY, make_prompts, reference
+from engine.harness import make_prompts, serve, start_core
+from engine.test_generate import GREEDY, reference
 
 WINDOW = 21  # no multiple of a block, and shorter than the prompts and the answers
 SETTINGS = {"max_num_seqs": 6, "check_invariants": True, "max_seq_len": 160}

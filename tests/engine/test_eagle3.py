@@ -3,6 +3,7 @@
 token."""
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +57,23 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("llama", tmp_path_factory.mktemp("target"), num_hidden_layers=6)
 
 
-def start(target: Path, head: Path, **settings: Any) -> tuple[Any, list[Recorded]]:
+def start_recorded(
+    target: Path, proposer: Callable[[EngineConfig, Transformer], Any], **settings: Any
+) -> tuple[Any, list[Recorded]]:
     made: list[Recorded] = []
 
     def make(config: EngineConfig, model: Transformer) -> Recorded:
-        made.append(Recorded(load_eagle3(head, model, 3, config.max_seq_len)))
+        made.append(Recorded(proposer(config, model)))
         return made[0]
 
     options: dict[str, Any] = {"tokens_per_block": BLOCK, "max_seq_len": BLOCK, "check_invariants": True}
     return start_core(target, make_proposer=make, **options | settings), made
+
+
+def start(target: Path, head: Path, **settings: Any) -> tuple[Any, list[Recorded]]:
+    return start_recorded(
+        target, lambda config, model: load_eagle3(head, model, 3, config.max_seq_len), **settings
+    )
 
 
 class Expected:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from checkpoints import KINDS, make_checkpoint
-from engine.harness import serve, start_core
-from engine.test_generate import make_prompts, reference
+from engine.harness import make_prompts, serve, start_core
+from engine.test_generate import reference
 from flashinfer_backend.core.sampling_params import SamplingParams
 from thinned import some
 

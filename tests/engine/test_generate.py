@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from checkpoints import make_checkpoint
-from engine.harness import serve, start_core
+from engine.harness import make_prompts, serve, start_core
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.transport import protocol
 
@@ -22,12 +22,6 @@ GREEDY = SamplingParams(max_tokens=LONG, temperature=0.0)
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("llama3-rope", tmp_path_factory.mktemp("llama3"))
-
-
-def make_prompts(count: int, longest: int = 100, vocab: int = 250) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(count)
-    lengths = torch.randint(1, longest, (count,), generator=generator).tolist()
-    return [torch.randint(3, vocab, (n,), generator=generator).tolist() for n in lengths]
 
 
 def next_ids(model: Any, prompts: list[list[int]], answers: list[list[int]], count: int) -> list[list[int]]:

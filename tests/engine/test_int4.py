@@ -10,10 +10,10 @@ import transformers
 from safetensors.torch import load_file
 
 from editing import edit_config, edit_tensors
-from engine.harness import serve, start_core
+from engine.harness import make_prompts, serve, start_core
 from engine.ranks_in_threads import start_ranks
 from engine.test_fp8 import answers
-from engine.test_generate import GREEDY, make_prompts, reference
+from engine.test_generate import GREEDY, reference
 from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.engine.start import Core
 from flashinfer_backend.models.errors import UnsupportedModelError

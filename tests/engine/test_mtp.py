@@ -20,9 +20,7 @@ from checkpoints import make_checkpoint
 from engine.graphed import graphed, replay_graphs, replayed
 from engine.harness import start_core
 from engine.ranks_in_threads import start_ranks
-from engine.test_eagle3 import BLOCK, PROMPTS, Recorded, answers, check
-from flashinfer_backend.core.config import EngineConfig
-from flashinfer_backend.models.transformer import Transformer
+from engine.test_eagle3 import BLOCK, PROMPTS, Recorded, answers, check, start_recorded
 from flashinfer_backend.models.weights import WeightsError
 from flashinfer_backend.speculate.heads import HeadProposer
 from flashinfer_backend.speculate.mtp import load_mtp
@@ -90,14 +88,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Reference]:
 
 
 def start(folder: Path, **settings: Any) -> tuple[Any, list[Recorded]]:
-    found: list[Recorded] = []
-
-    def make(config: EngineConfig, model: Transformer) -> Recorded:
-        found.append(Recorded(HeadProposer(load_mtp(folder, model), model, 3)))
-        return found[0]
-
-    options: dict[str, Any] = {"tokens_per_block": BLOCK, "max_seq_len": BLOCK, "check_invariants": True}
-    return start_core(folder, make_proposer=make, **options | settings), found
+    return start_recorded(
+        folder, lambda _, model: HeadProposer(load_mtp(folder, model), model, 3), **settings
+    )
 
 
 def test_a_head_with_experts_drafts_what_the_definition_does(tmp_path: Path) -> None:

@@ -9,9 +9,8 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from embedding_checkpoints import ANSWERS, make_embedder, make_reranker
-from engine.harness import Client, serve, start_core
+from engine.harness import Client, make_prompts, serve, start_core
 from engine.ranks_in_threads import start_ranks
-from engine.test_generate import make_prompts
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.engine.start import Core
 

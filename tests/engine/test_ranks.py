@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from checkpoints import KINDS, make_checkpoint
-from engine.harness import asks, serve, start_core
+from engine.harness import asks, make_prompts, serve, start_core
 from engine.ranks_in_threads import start_ranks
 from engine.test_fp8 import answers, check
-from engine.test_generate import GREEDY, make_prompts
+from engine.test_generate import GREEDY
 from flashinfer_backend.core import progress
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.sampling_params import SamplingParams

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from checkpoints import make_checkpoint
-from engine.harness import Client, serve, start_core
+from engine.harness import Client, make_prompts, serve, start_core
 from flashinfer_backend.core.sampling_params import NO_TOKEN_LEFT, SamplingParams
 from flashinfer_backend.ops import torch_ops
 from flashinfer_backend.transport import protocol
@@ -45,12 +45,6 @@ def model(checkpoint: Path) -> PreTrainedModel:
 def forward(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
     with torch.inference_mode():
         return model(torch.tensor([ids])).logits[0]
-
-
-def make_prompts(count: int, longest: int = 70) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(count)
-    lengths = torch.randint(1, longest, (count,), generator=generator).tolist()
-    return [torch.randint(3, 250, (n,), generator=generator).tolist() for n in lengths]
 
 
 def choose(row: torch.Tensor, ids: list[int], prompt_len: int, p: SamplingParams) -> int:
@@ -184,7 +178,7 @@ def features(prompt: list[int], plain: list[int]) -> dict[str, SamplingParams]:
 @pytest.fixture(scope="module")
 def cases(model: PreTrainedModel) -> list[tuple[list[int], SamplingParams]]:
     names = list(features([1], list(range(10))))
-    prompts = make_prompts(len(names))
+    prompts = make_prompts(len(names), 70)
     return [(p, features(p, greedy(model, p, 10))[name]) for p, name in zip(prompts, names, strict=True)]
 
 
@@ -236,7 +230,7 @@ def test_rows_that_ask_for_nothing_stay_on_the_plain_path(checkpoint, tmp_path):
     core = start_core(checkpoint)
     with serve(core, tmp_path) as client:
         plain = SamplingParams(max_tokens=8, temperature=0.8, min_tokens=3, end_id=5, context_logits=True)
-        client.generate(make_prompts(4), plain)
+        client.generate(make_prompts(4, 70), plain)
         assert core.runner.sampler._history.tokens is None
         assert not core.scheduler.table.stateful.any()
 
@@ -253,7 +247,7 @@ def test_rows_that_ask_for_nothing_stay_on_the_plain_path(checkpoint, tmp_path):
 )
 def test_extreme_biases_and_penalties_harm_nobody(checkpoint, tmp_path, extreme, expected):
     with serve(start_core(checkpoint), tmp_path) as client:
-        prompts = make_prompts(2)
+        prompts = make_prompts(2, 70)
         plain = client.submit(prompts[0], SamplingParams(max_tokens=20, temperature=0.0))
         params = SamplingParams(max_tokens=4, temperature=0.01, top_p=0.9, **extreme)
         odd = client.submit(prompts[1], params)
@@ -263,7 +257,7 @@ def test_extreme_biases_and_penalties_harm_nobody(checkpoint, tmp_path, extreme,
 
 
 def test_a_request_without_an_allowed_token_fails_alone(checkpoint, model, tmp_path, caplog):
-    prompts = make_prompts(5)
+    prompts = make_prompts(5, 70)
     first = greedy(model, prompts[0], 2)
     core = start_core(checkpoint)
     common = {"max_tokens": 20, "temperature": 0.0}
@@ -293,7 +287,7 @@ def test_a_request_without_an_allowed_token_fails_alone(checkpoint, model, tmp_p
 
 
 def test_no_log_prob_for_an_end_id(checkpoint, model, tmp_path):
-    prompt = make_prompts(1)[0]
+    prompt = make_prompts(1, 70)[0]
     first = greedy(model, prompt, 1)[0]
     with serve(start_core(checkpoint), tmp_path) as client:
         params = SamplingParams(max_tokens=8, temperature=0.0, end_id=first)

@@ -10,9 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from checkpoints import make_checkpoint
-from engine.harness import serve, start_core
+from engine.harness import make_prompts, serve, start_core
 from engine.test_adapters import FORMS, asks, make_adapter
-from engine.test_generate import make_prompts
 from flashinfer_backend.ops import device, torch_ops
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole engine on a GPU: kernels and graphs against the same engine in plain torch."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from checkpoints import make_checkpoint
+from engine import harness
 from engine.harness import serve, start_core
 from flashinfer_backend.core.sampling_params import SamplingParams
 
@@ -24,13 +26,8 @@ SIZES = {
 }
 TOLERANCE = 0.5  # of logits that spread by about 2
 DEVICE = "cuda"
+make_prompts = partial(harness.make_prompts, longest=150)
 SETTINGS = {"device": DEVICE, "max_num_tokens": 512, "max_num_tokens_while_decoding": 256, "max_num_seqs": 16}
-
-
-def make_prompts(count: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(count)
-    lengths = torch.randint(1, 150, (count,), generator=generator).tolist()
-    return [torch.randint(3, 250, (n,), generator=generator).tolist() for n in lengths]
 
 
 def generate(folder: Path, run_dir: Path, params: SamplingParams, **settings: object) -> list[list[int]]:

@@ -13,6 +13,8 @@ import torch
 from attending import BLOCK_SIZE, DIM, Setup, check_graphs, check_layers
 from comparing import assert_close, compare_engines, microseconds
 from test_attention import STEPS as STEPS_IN_16_BITS
+from test_fp8 import SETTINGS as IN_16_BITS
+from test_fp8 import SIZES
 
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.copies import has_fa3
@@ -26,16 +28,7 @@ pytestmark = pytest.mark.gpu
 HEADS = [(32, 8), (28, 4), (16, 16)]
 ROOM = 600  # blocks that prompts may copy
 SCALES = ((0.021, 0.0087), (1.0, 1.0), (0.5, 3.0))  # of keys and values, a layer each
-# Heads and widths that FlashInfer has.
-SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 128}
-SETTINGS = {
-    "device": "cuda",
-    "max_num_tokens": 512,
-    "max_num_tokens_while_decoding": 256,
-    "max_num_seqs": 16,
-    "max_tokens_in_paged_kv_cache": 16384,
-    "kv_cache_dtype": "fp8_e4m3",
-}
+SETTINGS = IN_16_BITS | {"kv_cache_dtype": "fp8_e4m3"}
 
 
 @pytest.fixture(autouse=True)

@@ -106,24 +106,18 @@ def check(found: Compilations, what: str) -> None:
     assert not found.kernels, f"{what}: {len(found.kernels)} kernels ran for the first time:\n{kernels}"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_requests_of_a_kind(engine, kind):
+@pytest.mark.parametrize("kind", [*KINDS, "all"])
+def test_requests_of_a_kind_and_of_all_in_one_batch(engine, kind):
     client, found = engine
     found.clear()
+    kinds = list(KINDS.values()) if kind == "all" else [KINDS[kind]]
+    most = 100 if kind == "all" else 5  # tokens more than the fewest
     for count in ROUNDS:
-        each = [SamplingParams(max_tokens=3 + i % 5, seed=i, **KINDS[kind]) for i in range(count)]
+        each = [
+            SamplingParams(max_tokens=3 + i % most, seed=i, **kinds[i % len(kinds)]) for i in range(count)
+        ]
         client.generate(prompts(count, 60), each)
         check(found, f"{count} requests with {kind}")
-
-
-def test_requests_of_all_kinds_in_one_batch(engine):
-    client, found = engine
-    found.clear()
-    for count in ROUNDS:
-        kinds = list(KINDS.values())
-        each = [SamplingParams(max_tokens=3 + i, seed=i, **kinds[i % len(kinds)]) for i in range(count)]
-        client.generate(prompts(count, 60), each)
-        check(found, f"{count} requests of all kinds")
 
 
 @pytest.mark.parametrize("longest", [30, 300, 900, 1800, 3900])

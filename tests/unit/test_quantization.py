@@ -158,13 +158,6 @@ def test_a_product_of_which_parts_are_ignored_is_refused(tmp_path):
         read_spec(folder)
 
 
-def test_parts_that_begin_within_a_block_are_refused(tmp_path):
-    folder = make_quantised("blocks", "llama", tmp_path).folder
-    edit_config(folder, num_key_value_heads=1)
-    with pytest.raises(UnsupportedModelError, match=r"k_proj has 64 rows; .* multiples of 128"):
-        read_spec(folder)
-
-
 def test_modules_that_gptq_names_are_quantised_and_no_others():
     config = GPTQ | {"group_size": 64, "modules_in_block_to_quantize": [["mlp.up_proj", "mlp.gate_proj"]]}
     quantization = read_quantization({"quantization_config": config}, {})
@@ -175,14 +168,15 @@ def test_modules_that_gptq_names_are_quantised_and_no_others():
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("make", "layout", "changes", "message"),
     [
-        ({"intermediate_size": 272}, "mlp.down_proj have 272 columns; .* multiple of 64"),
-        ({"intermediate_size": 260}, "mlp.gate_proj has 260 rows; .* multiple of 8"),
+        (make_int4, "awq", {"intermediate_size": 272}, "mlp.down_proj have 272 columns; .* multiple of 64"),
+        (make_int4, "awq", {"intermediate_size": 260}, "mlp.gate_proj has 260 rows; .* multiple of 8"),
+        (make_quantised, "blocks", {"num_key_value_heads": 1}, r"k_proj has 64 rows; .* multiples of 128"),
     ],
 )
-def test_shapes_that_do_not_divide_are_refused(tmp_path, changes, message):
-    folder = make_int4("awq", "llama", tmp_path).folder
+def test_shapes_that_do_not_divide_are_refused(tmp_path, make, layout, changes, message):
+    folder = make(layout, "llama", tmp_path).folder
     edit_config(folder, **changes)
     with pytest.raises(UnsupportedModelError, match=message):
         read_spec(folder)
