@@ -61,10 +61,8 @@ class QwenXmlReader(MarkedReader):
         text, name = self._text, self._tag(FUNCTION)
         if name is None:
             begin = self._text.lstrip()
-            if begin and not (FUNCTION.startswith(begin) or begin.startswith(FUNCTION)):
-                raw, self._text = self._text, ""
+            if not _may_begin(begin, FUNCTION):
                 self._not_a_call(events, "")
-                self._text = raw
             elif self._mark == self.slip and not any(
                 _may_begin(begin, f"{FUNCTION}{known}>") for known in self._schemas
             ):
