@@ -2,8 +2,10 @@
 """Questions over HTTP to a server of this machine."""
 
 import http.client
+import json
 import urllib.error
 import urllib.request
+from typing import Any
 
 # Not through the proxy that the environment may name: it does not reach this machine's 127.0.0.1.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -25,3 +27,17 @@ def ask(url: str, body: bytes | None = None, timeout_s: float = 5.0) -> tuple[in
             return answer.status, answer.read()
     except http.client.HTTPException as error:  # cut off, or no HTTP
         raise ConnectionError(f"{url}: {error!r}") from None
+
+
+def model_configs(url: str, timeout_s: float = 5.0) -> dict[str, Any]:
+    """The configuration of each model of the tritonserver at `url`. Raises OSError where it does not say, and
+    ValueError, KeyError or TypeError for what is not its answer."""
+
+    def told(path: str, body: bytes | None = None) -> Any:
+        status, text = ask(url + path, body, timeout_s)
+        if status != 200:
+            raise OSError(f"{path}: status {status}")
+        return json.loads(text)
+
+    names = [entry["name"] for entry in told("/v2/repository/index", b"{}")]
+    return {name: told(f"/v2/models/{name}/config") for name in names}

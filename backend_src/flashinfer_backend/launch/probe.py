@@ -8,7 +8,7 @@ import json
 import sys
 
 from flashinfer_backend.core.arguments import program, some_seconds
-from flashinfer_backend.launch.local_http import ask
+from flashinfer_backend.launch.local_http import ask, model_configs
 
 WELL = ("queue", "try again", "writes no text")  # in the words of a server that is well, but refuses
 
@@ -35,15 +35,14 @@ def problem(url: str, model: str | None, timeout_s: float) -> str:
 
 def _ensembles(url: str, timeout_s: float) -> list[str]:
     """The server's ensembles; of several with the same steps, one."""
-    found: dict[str, str] = {}
     try:
-        for entry in json.loads(_ask(f"{url}/v2/repository/index", b"{}", timeout_s)[1]):
-            config = json.loads(_ask(f"{url}/v2/models/{entry['name']}/config", None, timeout_s)[1])
-            if steps := config.get("ensemble_scheduling", {}).get("step"):
-                found[json.dumps(steps)] = entry["name"]
-    except (ValueError, KeyError, TypeError, AttributeError):
+        steps = {
+            name: config.get("ensemble_scheduling", {}).get("step")
+            for name, config in model_configs(url, timeout_s).items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
-    return list(found.values())
+    return list({json.dumps(each): name for name, each in steps.items() if each}.values())
 
 
 def _ask(url: str, body: bytes | None, timeout_s: float) -> tuple[int, str]:

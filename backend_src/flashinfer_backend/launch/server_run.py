@@ -3,7 +3,6 @@
 is ended so that nothing of it is left."""
 
 import contextlib
-import json
 import math
 import os
 import resource
@@ -12,13 +11,12 @@ import signal
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from flashinfer_backend.core.output import say
 from flashinfer_backend.core.parent import end_with_parent
 from flashinfer_backend.launch.engine_watch import EngineWatch, run_dirs
 from flashinfer_backend.launch.idle import Idleness
-from flashinfer_backend.launch.local_http import ask
+from flashinfer_backend.launch.local_http import ask, model_configs
 from flashinfer_backend.launch.postprocessing_watch import PostprocessingWatch
 from flashinfer_backend.launch.server_log import ServerLog, memory_of_stubs
 from flashinfer_backend.launch.server_sockets import (
@@ -165,7 +163,9 @@ class ServerRun:
         if not _answers(f"{self._url}/v2/health/ready"):
             return False
         try:
-            due = _stubs_due(self._url)
+            configs = model_configs(self._url).values()
+            groups = [each["instance_group"] for each in configs if each.get("backend") == "python"]
+            due = sum(int(each.get("count", 1)) for group in groups for each in group)
         except (OSError, ValueError, KeyError):
             return False  # asked again
         stubs = stubs_of(self._child.pid)
@@ -299,20 +299,3 @@ def _answers(url: str) -> bool:
     with contextlib.suppress(OSError):
         return ask(url, timeout_s=2)[0] == 200
     return False
-
-
-def _stubs_due(url: str) -> int:
-    """How many processes the server's models should have. Raises OSError where it does not say."""
-
-    def told(path: str, body: bytes | None = None) -> Any:
-        status, text = ask(url + path, body)
-        if status != 200:
-            raise OSError(f"{path}: status {status}")
-        return json.loads(text)
-
-    count = 0
-    for entry in told("/v2/repository/index", b"{}"):
-        config = told(f"/v2/models/{entry['name']}/config")
-        if config.get("backend") == "python":
-            count += sum(int(group.get("count", 1)) for group in config["instance_group"])
-    return count
