@@ -140,6 +140,19 @@ def test_activations_are_quantised_bit_for_bit(tokens, inner):
         assert torch.equal(elements.float(), expected.float())
 
 
+@pytest.mark.parametrize("tokens", [65, 300, 1022])
+def test_an_mlp_of_blocks_gives_what_its_two_products_do(tokens):
+    from flashinfer_backend.ops import cuda_fp8, cuda_ops
+
+    gate_up, down = (make_weight(role, "fp8_block", SHAPES[role]) for role in ("gate_up", "down"))
+    hidden = gate_up.shape[1]
+    x, norm, residual = randn(tokens, hidden, scale=3.0), randn(hidden) * 0.1 + 1, randn(tokens, hidden)
+    whole = (x, norm, 1e-5, gate_up)
+    assert cuda_fp8.mlp(x, gate_up, down, cuda_fp8.Norm(norm, 1e-5), None, residual) is not None
+    found = cuda_ops.mlp_add(*whole, down, residual)
+    assert torch.equal(found, cuda_ops.linear_add(cuda_ops.norm_gate_up_silu(*whole), down, residual))
+
+
 @pytest.mark.parametrize("inner", [128, 4096, 18944])
 @pytest.mark.parametrize("tokens", [1, 64, 300])
 def test_a_norm_is_part_of_quantising(tokens, inner):

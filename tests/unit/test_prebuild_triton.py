@@ -431,17 +431,22 @@ def fp8_products(
     from flashinfer_backend.ops.triton_fp8 import Norm
     from flashinfer_backend.ops.weight import Weight
 
+    weights = {}
     for product in model.layers[0].products:
         role = product.role
-        weight = Weight.empty(role, product.shape, format, torch.bfloat16, META)
-        several = len(product.sources) > 1
-        weight.input_scales = input_scales if several else {0: 0.5}
-        normed = several and (format != "fp8_static" or len(input_scales) == 1)
-        for tokens in sizes:
-            x = torch.empty(tokens, weight.data.shape[1], dtype=torch.bfloat16, device=META)
-            residual = x.new_empty(tokens, len(weight.data)) if role in ("o", "down") else None
-            norm = Norm(x.new_empty(x.shape[1]), model.norm_eps) if normed else None
-            cuda_fp8.product(x, weight, residual=residual, gated=role == "gate_up", norm=norm)
+        weights[role] = weight = Weight.empty(role, product.shape, format, torch.bfloat16, META)
+        weight.input_scales = input_scales if len(product.sources) > 1 else {0: 0.5}
+
+    widths = [weights[role].shape[1] for role in ("qkv", "o", "down")]
+    for tokens in sizes:
+        x, mixed, inner = (torch.empty(tokens, k, dtype=torch.bfloat16, device=META) for k in widths)
+        norm = Norm(x[0], model.norm_eps)
+        first = norm if format != "fp8_static" or len(input_scales) == 1 else None
+        cuda_fp8.product(x, weights["qkv"], norm=first)
+        cuda_fp8.product(mixed, weights["o"], residual=x)
+        if cuda_fp8.mlp(x, weights["gate_up"], weights["down"], norm, None, x) is None:
+            cuda_fp8.product(x, weights["gate_up"], gated=True, norm=first)
+            cuda_fp8.product(inner, weights["down"], residual=x)
 
 
 EXPERT_KERNELS = ("_route_and_place", "_route", "_place", "_product", "_sum")

@@ -30,6 +30,8 @@ PRODUCTS = [
     (37, 32, 128, 4, 256, 512, True, False),
 ]
 
+# Tokens, parts of the product, and columns of the result.
+ACTIVATED = [(4, 1, 128), (7, 1, 2304), (9, 4, 640)]
 # Tokens, role, weight rows and columns.
 BY_CUBLAS = [(1, "qkv", 256, 128), (7, "down", 256, 640), (16, "gate_up", 512, 512), (18, "o", 384, 1152)]
 
@@ -94,6 +96,49 @@ def check_product(tokens, tile, tile_rows, split, rows, inner, gated, residual) 
     assert (error < 1e-2).all(), error.tolist()
 
 
+def check_activated(tokens: int, parts: int, inner: int) -> None:
+    from flashinfer_backend.ops import triton_fp8
+
+    product = torch.stack([spread_out(tokens, 2 * inner) for _ in range(parts)])
+    product[:, tokens // 2, :128] = 0
+    product = product[0].bfloat16() if parts == 1 else product
+    found = triton_fp8.finish_quantised(product)
+    expected = triton_fp8.quantise_groups(triton_fp8.finish(product, gated=True))
+    for own, by_two in zip(found, expected, strict=True):
+        assert own.shape == by_two.shape and own.stride() == by_two.stride()
+        assert torch.equal(own.float(), by_two.float())
+
+
+def check_mlp(tokens: int, split: int) -> None:
+    """One sequence of kernels for both products of an MLP, and two products: the same numbers."""
+    from flashinfer_backend.core import tuned
+    from flashinfer_backend.core.tuned import BlockTile, Entry
+    from flashinfer_backend.ops import cuda_fp8, device
+    from flashinfer_backend.ops.weight import Weight
+
+    hidden, inner, where = 256, 384, torch.device("cpu")
+    gate_up = Weight.empty("gate_up", (2 * inner, hidden), "fp8_block", torch.bfloat16, where)
+    down = Weight.empty("down", (hidden, inner), "fp8_block", torch.bfloat16, where)
+    for weight in (gate_up, down):
+        weight.format.fill(weight, spread_out(*weight.shape))
+    x, residual = spread_out(tokens, hidden).bfloat16(), torch.randn(tokens, hidden).bfloat16()
+    norm, bias = cuda_fp8.Norm((torch.rand(hidden) + 0.5).bfloat16(), NORM), torch.randn(hidden).bfloat16()
+    blocks = dict.fromkeys(("gate_up", "down"), (Entry(None, ((None, BlockTile(16, 64, split)),)),))
+    numbers = replace(tuned.fallback(), linear_blocks={})
+    with device.use(replace(numbers, blocks_fp8=numbers.blocks_fp8 | blocks)):
+        activated = cuda_fp8.product(x, gate_up, gated=True, norm=norm)
+        for added in ({"bias": None, "residual": None}, {"bias": bias, "residual": residual}):
+            found = cuda_fp8.mlp(x, gate_up, down, norm, **added)
+            assert found is not None
+            assert torch.equal(found, cuda_fp8.product(activated, down, **added))
+        by_row = Weight.empty("down", (hidden, inner), "fp8_token", torch.bfloat16, where)
+        assert cuda_fp8.mlp(x, gate_up, by_row, norm, None, None) is None
+    tiling = tuned.Tiling(16, 64, 128)
+    few = replace(numbers, linear_blocks={"down": (Entry(None, ((tokens, tiling),)),)})
+    with device.use(few):  # down's own kernel, of few tokens
+        assert cuda_fp8.mlp(x, gate_up, down, norm, None, None) is None
+
+
 def as_cublas_does(x, weight, x_scales, x_kind, scales, kind, output_dtype) -> torch.Tensor:
     """From the numbers in memory: https://docs.nvidia.com/cuda/cublas/#scaling-factors-layouts. Of x, M is
     padded to a multiple of 4, and the scales of a group of 128 columns are M neighbours; of the weight, those
@@ -153,6 +198,10 @@ if __name__ == "__main__":
         check_quantised(*quantised)
     for product in PRODUCTS:
         check_product(*product)
+    for activated in ACTIVATED:
+        check_activated(*activated)
+    for mlp in ((7, 1), (20, 3)):
+        check_mlp(*mlp)
     F.scaled_mm = as_cublas_does
     for by_cublas in BY_CUBLAS:
         check_cublas(*by_cublas)

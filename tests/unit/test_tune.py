@@ -463,14 +463,16 @@ def test_candidates_are_compiled_together(monkeypatch, tmp_path):
         assert tiling is not None
         return linear(x, weight.data, tiling, gated=gated, **more)
 
+    def mlp_add(x, norm, eps, gate_up, down, residual, *_):
+        inner = product("gate_up", x, gate_up, norm_weight=norm, eps=eps, gated=True)
+        return product(down.role, inner, down, residual=residual)
+
     ops: Any = SimpleNamespace(  # of cuda_ops what few tokens take, which need no FlashInfer
         norm_linear=lambda x, norm, eps, weight, bias, out=None, chosen=None: product(
             weight.role, x, weight, norm_weight=norm, eps=eps, bias=bias, out=out
         ),
         linear_add=lambda x, weight, residual, *_: product(weight.role, x, weight, residual=residual),
-        norm_gate_up_silu=lambda x, norm, eps, weight, _: product(
-            "gate_up", x, weight, norm_weight=norm, eps=eps, gated=True
-        ),
+        mlp_add=mlp_add,
     )
     h200 = measured()
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "head_dim": 128, "vocab_size": 4096}

@@ -128,16 +128,17 @@ class Layer(nn.Module):
             return ops.experts_add(normed, logits, self.gate_up, self.down, mixture, residual, quantised)
         plain = mlp.activation == "silu" and self.gate_up.bias is None
         if plain and self.post_norm is not None:
-            inner = ops.norm_gate_up_silu(hidden, self.post_norm, self.eps, self.gate_up, chosen)
-        else:
-            product = self._product(hidden, self.post_norm, self.gate_up, chosen)
-            inner = ops.activate(product, mlp.activation, self.xielu)
+            residual, bias = self._of_one_rank(residual), self._of_one_rank(self.down.bias)
+            weights = self.gate_up, self.down
+            return ops.mlp_add(hidden, self.post_norm, self.eps, *weights, residual, chosen, bias)
+        product = self._product(hidden, self.post_norm, self.gate_up, chosen)
+        inner = ops.activate(product, mlp.activation, self.xielu)
         return self._added(inner, self.down, residual, chosen)
 
     def _shared(self, hidden: Tensor, gate: Tensor | None) -> Tensor:
         """A rank's part of what the MLP adds that all tokens share, times the sigmoid of gate[T, 1]."""
-        inner = self.ops.norm_gate_up_silu(hidden, self.post_norm, self.eps, self.shared_gate_up)
-        added = self.ops.linear_add(inner, self.shared_down, None)
+        weights = self.shared_gate_up, self.shared_down
+        added = self.ops.mlp_add(hidden, self.post_norm, self.eps, *weights, None)
         return added if gate is None else gate.sigmoid().to(added.dtype) * added
 
     def _added(self, x: Tensor, weight: Weight, residual: Tensor | None, chosen: Chosen | None) -> Tensor:

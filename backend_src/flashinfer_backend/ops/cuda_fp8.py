@@ -65,9 +65,7 @@ def product(
     if by_blocks:
         elements, scales = quantised or triton_fp8.quantise_groups(x, norm)
         if tiling is None:
-            result = _by_blocks(elements, scales, weight, len(x))
-            plain = bias is None and residual is None and not gated and result.dim() == 2
-            return result if plain else triton_fp8.finish(result, None, None, bias, residual, gated)
+            return _finished(_by_blocks(elements, scales, weight, len(x)), bias, residual, gated)
         elements = elements[: len(x)]
     else:
         elements, scales = triton_fp8.quantise_rows(x, parts[0][1], norm)
@@ -96,6 +94,26 @@ def product(
         gated=gated,
         scales=(scales, weight.scale),
     )
+
+
+def mlp(
+    x: Tensor, gate_up: Weight, down: Weight, norm: Norm, bias: Tensor | None, residual: Tensor | None
+) -> Tensor | None:
+    """The product with `down`, a bias and a residual of silu(gate) * up of the normed x, whose elements and
+    scales are all that is stored of it: the same numbers as by two products. None where other kernels take
+    these."""
+    both = isinstance(gate_up.format, Fp8Block) and isinstance(down.format, Fp8Block)
+    if not both or any(choose(each.role, len(x), each.data, True) for each in (gate_up, down)):
+        return None
+    product = _by_blocks(*triton_fp8.quantise_groups(x, norm), gate_up, len(x))
+    product = _by_blocks(*triton_fp8.finish_quantised(product), down, len(x))
+    return _finished(product, bias, residual)
+
+
+def _finished(result: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool = False) -> Tensor:
+    """A result of _by_blocks with what is given."""
+    plain = bias is None and residual is None and not gated and result.dim() == 2
+    return result if plain else triton_fp8.finish(result, None, None, bias, residual, gated)
 
 
 def _by_blocks(elements: Tensor, scales: Tensor, weight: Weight, tokens: int) -> Tensor:

@@ -118,6 +118,26 @@ def norm_gate_up_silu(
     return _product(x, gate_up, Norm(norm_weight, eps), gated=True, chosen=chosen)
 
 
+def mlp_add(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    gate_up: Weight,
+    down: Weight,
+    residual: Tensor | None,
+    chosen: Chosen | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """linear_add() of norm_gate_up_silu(x): gate_up[2I, H], down[H, I], x, residual and result [T, H]."""
+    adapted = chosen is not None and (gate_up.adapters is not None or down.adapters is not None)
+    if len(x) and not adapted:
+        added = cuda_fp8.mlp(x, gate_up, down, Norm(norm_weight, eps), bias, residual)
+        if added is not None:
+            return added
+    inner = norm_gate_up_silu(x, norm_weight, eps, gate_up, chosen)
+    return linear_add(inner, down, residual, chosen, bias)
+
+
 def _product(
     x: Tensor,
     weight: Weight,

@@ -208,6 +208,21 @@ def norm_gate_up_silu(
     return F.silu(gate) * up
 
 
+def mlp_add(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    gate_up: Weight,
+    down: Weight,
+    residual: Tensor | None,
+    chosen: Chosen | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """linear_add() of norm_gate_up_silu(x): gate_up[2I, H], down[H, I], x, residual and result [T, H]."""
+    inner = norm_gate_up_silu(x, norm_weight, eps, gate_up, chosen)
+    return linear_add(inner, down, residual, chosen, bias)
+
+
 def router_logits(normed: Tensor, router: Weight) -> Tensor:
     """normed[T, H] @ router[N, H].T, and its bias -> float32 [T, N]. Rounded to 16 bits, logits would be
     equal more often, and another expert would be taken."""

@@ -163,7 +163,7 @@ def _quantise_groups(
     tl.store(of_groups, scale, mask=(group < K // GROUP)[None, :] & (row < rows)[:, None])
 
 
-Quantised = tuple[Tensor, Tensor]  # of quantise_groups
+Quantised = tuple[Tensor, Tensor]  # of quantise_groups and finish_quantised
 
 
 def quantise_groups(x: Tensor, norm: Norm | None = None, normed: Tensor | None = None) -> Quantised:
@@ -182,6 +182,44 @@ def quantise_groups(x: Tensor, norm: Norm | None = None, normed: Tensor | None =
         x, norm.weight if norm else None, elements, scales, normed, tokens, rows, norm.eps if norm else 0.0,
         K=inner, ROWS=of_program, GROUPS=groups, GROUP=BLOCK, NATIVE=NATIVE,
         num_warps=min(max(groups * BLOCK // 1024, 4), 16), launch_pdl=NATIVE,
+    )  # fmt: skip
+    return elements, scales.t()
+
+
+@triton.jit(do_not_specialize=["plane", "tokens", "rows"])
+def _finish_quantised(
+    product, elements, scales, plane, tokens, rows,
+    COLUMNS: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    NATIVE: tl.constexpr,
+):  # fmt: skip
+    # A program takes GROUPS neighbouring groups of a row. Rows beyond the tokens are zeros.
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    n = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    real = group < COLUMNS // GROUP
+    given = real[:, None] & (row < tokens)
+    wait_and_launch(NATIVE)
+    source = product + row * 2 * COLUMNS + n
+    gate = _sum_of_parts(source, plane, given, PARTS)
+    up = _sum_of_parts(source + COLUMNS, plane, given, PARTS)
+    values = (gate * tl.sigmoid(gate) * up).to(tl.bfloat16).to(tl.float32)  # rounded as in finish
+    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(values), axis=1), _SMALLEST_PEAK), _LARGEST)
+    tl.store(elements + row * COLUMNS + n, to_e4m3(values, scale[:, None]), mask=real[:, None])
+    tl.store(scales + group * rows.to(tl.int64) + row, scale, mask=real)
+
+
+def finish_quantised(product: Tensor) -> Quantised:
+    """quantise_groups of finish(product, gated=True), without what is between them: product[T, 2 K], or the
+    sum of its parts [P, T, 2 K], -> e4m3 [R, K], float32 [R, K / 128]."""
+    (tokens, columns), parts = product.shape[-2:], product.shape[0] if product.dim() == 3 else 1
+    plane, columns, rows = tokens * columns, columns // 2, padded(tokens)
+    elements = torch.empty(rows, columns, dtype=E4M3, device=product.device)
+    scales = torch.empty(columns // BLOCK, rows, dtype=torch.float32, device=product.device)
+    groups = min(triton.next_power_of_2(columns // BLOCK), 16)
+    _finish_quantised[(rows, triton.cdiv(columns // BLOCK, groups))](
+        product, elements, scales, plane, tokens, rows,
+        COLUMNS=columns, PARTS=parts, GROUPS=groups, GROUP=BLOCK, NATIVE=NATIVE, num_warps=4,
+        launch_pdl=NATIVE,
     )  # fmt: skip
     return elements, scales.t()
 
