@@ -649,7 +649,7 @@ def test_reasoning_may_come_first() -> None:
         messages_of(ResponsesRequest(input=items[:1]))
 
 
-def test_an_answer_has_its_calls_before_and_after_its_text() -> None:
+def test_an_answer_has_all_of_its_calls_and_reasoning() -> None:
     calls = [
         {"type": "function_call", "name": name, "arguments": "{}", "call_id": name}
         for name in ("f", "g", "h")
@@ -658,6 +658,9 @@ def test_an_answer_has_its_calls_before_and_after_its_text() -> None:
     (message,), (place,) = messages_of(ResponsesRequest(input=items))
     assert message["content"] == "Wait." and place.message == "input[3]"
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["f", "g", "h"]
+    thoughts = [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]} for text in "ab"]
+    (message,), _ = messages_of(ResponsesRequest(input=[*thoughts, items[2]]))
+    assert (message["reasoning_content"], message["content"]) == ("a\nb", "Wait.")
 
 
 def kept_of(store: ResponseStore, *names: str) -> list[bool]:
