@@ -226,7 +226,7 @@ def _of_state(models: Sequence[ServedModel]) -> Iterator[Route]:
     """Paths that tell how the server is, and the page."""
 
     async def health(request: Request) -> Response:
-        return Response(status_code=200 if all(served.ready for served in models) else 503)
+        return Response(status_code=200 if all(served.link.engines.up for served in models) else 503)
 
     async def version(request: Request) -> Response:
         return _json({"version": __version__})

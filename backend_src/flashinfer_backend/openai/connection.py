@@ -61,7 +61,7 @@ _connection: ContextVar[Connection] = ContextVar("connection")  # of the request
 def client_left() -> bool:
     """Whether the client of the request that is being handled has closed its connection."""
     connection = _connection.get(None)
-    return connection is not None and connection.closed
+    return connection is not None and connection.transport.is_closing()
 
 
 def limited_config(
@@ -195,10 +195,6 @@ class Connection(HttpToolsProtocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._process.unread.discard(self)
-
-    @property
-    def closed(self) -> bool:
-        return self.transport.is_closing()
 
     def kept(self) -> int:
         """Bytes that are kept until its client reads."""

@@ -103,14 +103,10 @@ class ServedModel:
     def has(self, name: str) -> bool:
         return name in self.model.names or self.adapter_folder(name) is not None
 
-    @property
-    def ready(self) -> bool:
-        return self.link.engines.up
-
     async def attached(self) -> None:
         """Waits a moment for an engine: another process, asked for /health, may have seen it already."""
         until = time.monotonic() + SEEN_S
-        while not self.ready and time.monotonic() < until:
+        while not self.link.engines.up and time.monotonic() < until:
             await asyncio.sleep(LOOK_S)
 
     @property
