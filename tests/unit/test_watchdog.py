@@ -19,7 +19,6 @@ from flashinfer_backend.core.paths import processes_dir, run_dir
 from flashinfer_backend.launch import server_run
 from flashinfer_backend.launch.local_http import ask
 from flashinfer_backend.launch.postprocessing_watch import PostprocessingWatch
-from flashinfer_backend.launch.watchdog import GROWN
 from flashinfer_backend.transport import records, restarts, rundir
 from flashinfer_backend.transport.door_states import DoorState, read_door_states
 from flashinfer_backend.transport.records import EngineRecord
@@ -152,7 +151,7 @@ def test_a_server_that_grows_to_twice_the_limit_is_ended_at_once(
             (True, False) if times == 1 else (False, True)
         )
         if run.grown:
-            run.stop(time.monotonic(), GROWN)
+            run.stop(time.monotonic(), "It grew.")
             assert run._child.returncode == -signal.SIGKILL
     finally:
         run.end()

@@ -24,11 +24,10 @@ from flashinfer_backend.launch.server_run import ERRORS_S, TICK_S, Policy, Serve
 from flashinfer_backend.transport.addresses import Address, reachable_at
 from flashinfer_backend.transport.door_states import OPENAI, TRITON, DoorStates
 from flashinfer_backend.transport.keeper_handle import end_engines
-from flashinfer_backend.transport.maintenance_server import maintenance_server
+from flashinfer_backend.transport.maintenance_server import RESTARTING, maintenance_server
 from flashinfer_backend.transport.restarts import Restarts
 from flashinfer_backend.triton_server.freeze_guard import FreezeGuard
 
-GROWN = "The server is being started again; please try again."
 LOST = "A process of the server ended unexpectedly, and the server is being started again; please try again."
 STOPPING = "The server is shutting down."
 
@@ -98,7 +97,7 @@ class Watchdog:
                 if server.grown:  # it is well: what is open ends, or has its time
                     _say(f"{reason}; starting the server again")
                     self._answer_meanwhile()
-                    server.stop(time.monotonic(), GROWN, end_s=ERRORS_S)
+                    server.stop(time.monotonic(), RESTARTING, end_s=ERRORS_S)
                 elif not self._restart_after(server, reason):
                     return 0 if self._asked_at else 1
         finally:
