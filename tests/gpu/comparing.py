@@ -15,6 +15,16 @@ from flashinfer_backend.ops.weight import Weight
 
 Result = TypeVar("Result")
 
+SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}  # of 8B
+# Heads and widths that FlashInfer has and that are whole blocks.
+SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 128}
+SETTINGS = {"device": "cuda", "max_num_tokens": 512, "max_num_tokens_while_decoding": 256, "max_num_seqs": 16}
+SMALL = SETTINGS | {"max_tokens_in_paged_kv_cache": 16384}
+
+
+def randn(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return (torch.randn(*shape, device="cuda") * scale).to(dtype)
+
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, bound: float = 1e-2) -> None:
     """Relative error of each row, so that one wrong row cannot hide."""
@@ -97,6 +107,15 @@ def capture(run: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
     with torch.cuda.graph(graph):
         result = run()
     return graph, result
+
+
+def check_replays(run: Callable[[], torch.Tensor], change: Callable[[], object]) -> None:
+    """A graph of run() that is replayed with other values computes, bit for bit, what run() does."""
+    graph, out = capture(run)
+    for _ in range(3):
+        change()
+        graph.replay()
+        assert torch.equal(out, run())
 
 
 def microseconds(work: Callable[[int], object], calls: int) -> float:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from comparing import SETTINGS
 from transformers import AutoModelForCausalLM
 
 from checkpoints import make_checkpoint
@@ -27,7 +28,6 @@ SIZES = {
 TOLERANCE = 0.5  # of logits that spread by about 2
 DEVICE = "cuda"
 make_prompts = partial(harness.make_prompts, longest=150)
-SETTINGS = {"device": DEVICE, "max_num_tokens": 512, "max_num_tokens_while_decoding": 256, "max_num_seqs": 16}
 
 
 def generate(folder: Path, run_dir: Path, params: SamplingParams, **settings: object) -> list[list[int]]:

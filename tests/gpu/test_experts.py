@@ -3,11 +3,10 @@
 
 import pytest
 import torch
-from comparing import assert_close, capture, compare_engines
+from comparing import SMALL, assert_close, capture, compare_engines
 from compilations import watch
 from msgspec.structs import replace
 from test_engine import SETTINGS, SIZES
-from test_fp8 import SETTINGS as SMALL
 from test_triton_experts import check_tiles
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM

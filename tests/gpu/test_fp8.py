@@ -13,7 +13,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from comparing import assert_close, capture, compare_engines, compare_operations, microseconds
+from comparing import (
+    SHAPES,
+    SIZES,
+    SMALL,
+    assert_close,
+    capture,
+    check_replays,
+    compare_engines,
+    compare_operations,
+    microseconds,
+    randn,
+)
 from msgspec.structs import replace
 
 from engine.harness import serve, start_core
@@ -28,17 +39,7 @@ from tables import entries
 pytestmark = pytest.mark.gpu
 
 TOKENS = [1, 7, 24, 64, 300, 4096]
-SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}  # of 8B
 KINDS = ["fp8_token", "fp8_static", "fp8_block"]
-# Heads and widths that FlashInfer has and that are whole blocks.
-SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 128}
-SETTINGS = {
-    "device": "cuda",
-    "max_num_tokens": 512,
-    "max_num_tokens_while_decoding": 256,
-    "max_num_seqs": 16,
-    "max_tokens_in_paged_kv_cache": 16384,
-}
 
 
 # Multiples of 4, which cuBLAS multiplies with blocks, and others.
@@ -64,10 +65,6 @@ QUANTISING = [
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
-
-
-def randn(*shape: int, scale: float = 1.0) -> torch.Tensor:
-    return (torch.randn(*shape, device="cuda") * scale).bfloat16()
 
 
 def make_weight(role: str, format: str, shape: tuple[int, int]) -> Weight:
@@ -235,7 +232,6 @@ def test_operations_of_a_layer_by_cublas(tokens):
 @pytest.mark.parametrize("tokens", [1, 7, 64, 101])
 @pytest.mark.parametrize("role", SHAPES)
 def test_blocks_by_cublas_in_a_graph(role, tokens):
-    """Captured and replayed with other values, bit for bit what is launched one by one."""
     from flashinfer_backend.ops import cuda_fp8
     from flashinfer_backend.ops.triton_fp8 import Norm
 
@@ -248,11 +244,7 @@ def test_blocks_by_cublas_in_a_graph(role, tokens):
         return cuda_fp8.product(x, weight, None, residual, role == "gate_up", norm)
 
     with blocks_by_cublas():
-        graph, out = capture(product)
-        for _ in range(3):
-            x.copy_(make_uneven(tokens, inner))
-            graph.replay()
-            assert torch.equal(out, product())
+        check_replays(product, lambda: x.copy_(make_uneven(tokens, inner)))
 
 
 @pytest.mark.parametrize("tokens", [1, 24, 64, 300])
@@ -396,16 +388,11 @@ def compare_with_waiting(tokens: int, format: str = "fp8_token") -> None:
 
 @pytest.mark.parametrize("format", KINDS)
 def test_products_in_a_graph(format):
-    """Captured and replayed with other values, bit for bit what is launched one by one."""
     from flashinfer_backend.ops import cuda_fp8
 
     weight = make_weight("qkv", format, SHAPES["qkv"])
     x = randn(16, 4096)
-    graph, out = capture(lambda: cuda_fp8.product(x, weight))
-    for _ in range(3):
-        x.copy_(randn(16, 4096))
-        graph.replay()
-        assert torch.equal(out, cuda_fp8.product(x, weight))
+    check_replays(lambda: cuda_fp8.product(x, weight), lambda: x.copy_(randn(16, 4096)))
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
@@ -413,7 +400,7 @@ def test_products_in_a_graph(format):
 def test_engine(layout, kind, tmp_path):
     checkpoint = make_quantised(layout, kind, tmp_path / "model", **SIZES)
     knobs: dict[str, Any] = {"quantization": "fp8"} if layout == "on-load" else {}
-    compare_engines(f"{layout} {kind}", checkpoint, SETTINGS | knobs, tmp_path)
+    compare_engines(f"{layout} {kind}", checkpoint, SMALL | knobs, tmp_path)
 
 
 @pytest.mark.parametrize("fewest", [1, 24])
@@ -423,19 +410,19 @@ def test_engine_with_blocks_by_cublas(kind, fewest, tmp_path):
     sizes = SIZES | {"hidden_size": 640, "intermediate_size": 1152}
     checkpoint = make_quantised("blocks", kind, tmp_path / "model", **sizes)
     with blocks_by_cublas(fewest):
-        compare_engines(f"blocks by cuBLAS from {fewest} on, {kind}", checkpoint, SETTINGS, tmp_path)
+        compare_engines(f"blocks by cuBLAS from {fewest} on, {kind}", checkpoint, SMALL, tmp_path)
 
 
 def test_what_the_kernels_do_not_compute_is_refused(tmp_path):
     folder = make_quantised("ct-dynamic", "llama", tmp_path / "model", **SIZES).folder
     with pytest.raises(ValueError, match="FP8 need dtype=bfloat16"):
-        start_core(folder, **SETTINGS, dtype="float16")
+        start_core(folder, **SMALL, dtype="float16")
 
 
 def test_kv_cache_in_fp8_in_plain_torch(tmp_path):
     checkpoint = make_quantised("modelopt", "llama", tmp_path / "model", kv_scales=True, **SIZES)
     core = start_core(
-        checkpoint.folder, **SETTINGS, dtype="float32", attention_backend="torch", kv_cache_dtype="fp8_e4m3"
+        checkpoint.folder, **SMALL, dtype="float32", attention_backend="torch", kv_cache_dtype="fp8_e4m3"
     )
     prompt = torch.randint(3, 250, (20,), generator=torch.Generator().manual_seed(3)).tolist()
     with serve(core, tmp_path / "run") as client:

@@ -11,10 +11,8 @@ import numpy as np
 import pytest
 import torch
 from attending import BLOCK_SIZE, DIM, Setup, check_graphs, check_layers
-from comparing import assert_close, compare_engines, microseconds
+from comparing import SIZES, SMALL, assert_close, compare_engines, microseconds
 from test_attention import STEPS as STEPS_IN_16_BITS
-from test_fp8 import SETTINGS as IN_16_BITS
-from test_fp8 import SIZES
 
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.copies import has_fa3
@@ -28,7 +26,7 @@ pytestmark = pytest.mark.gpu
 HEADS = [(32, 8), (28, 4), (16, 16)]
 ROOM = 600  # blocks that prompts may copy
 SCALES = ((0.021, 0.0087), (1.0, 1.0), (0.5, 3.0))  # of keys and values, a layer each
-SETTINGS = IN_16_BITS | {"kv_cache_dtype": "fp8_e4m3"}
+SETTINGS = SMALL | {"kv_cache_dtype": "fp8_e4m3"}
 
 
 @pytest.fixture(autouse=True)

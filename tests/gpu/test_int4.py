@@ -8,7 +8,16 @@ import itertools
 
 import pytest
 import torch
-from comparing import assert_close, capture, compare_engines, compare_operations
+from comparing import (
+    SETTINGS,
+    SHAPES,
+    SIZES,
+    assert_close,
+    check_replays,
+    compare_engines,
+    compare_operations,
+    randn,
+)
 from msgspec.structs import replace
 
 from flashinfer_backend.core.tuned import Int4Tile
@@ -19,7 +28,6 @@ from int4_checkpoints import make_int4
 pytestmark = pytest.mark.gpu
 
 TOKENS = [1, 7, 16, 33, 64, 128, 300]
-SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}  # of 8B
 FORMATS = [
     "int4_awq_128",
     "int4_packed_128",
@@ -28,9 +36,6 @@ FORMATS = [
     "int4_packed_row",
     "int4_gptq_row",
 ]
-# Heads and widths that FlashInfer has and that are whole blocks.
-SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 128}
-SETTINGS = {"device": "cuda", "max_num_tokens": 512, "max_num_tokens_while_decoding": 256, "max_num_seqs": 16}
 BOUNDS = {torch.bfloat16: 6e-3, torch.float16: 1e-3}  # x is exact: only the result is rounded
 
 
@@ -56,10 +61,6 @@ def built() -> None:
     kinds = [(torch.bfloat16, 1, True), (torch.bfloat16, 1, False), (torch.bfloat16, 2, True)]
     kinds += [(torch.bfloat16, 4, True), (torch.float16, 1, True)]
     build_jit_specs([int4_linear.spec(*kind) for kind in kinds], verbose=False)
-
-
-def randn(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return (torch.randn(*shape, device="cuda") * scale).to(dtype)
 
 
 def make_weight(
@@ -184,18 +185,13 @@ def test_operations_of_a_layer(tokens, ordered, kernel):
 
 @pytest.mark.parametrize("tokens", [16, 300])
 def test_products_in_a_graph(tokens, kernel):
-    """Captured and replayed with other values, bit for bit what is launched one by one."""
     from flashinfer_backend.ops import cuda_int4
     from flashinfer_backend.ops.triton_fp8 import Norm
 
     weight = make_weight("qkv", "int4_awq_128", SHAPES["qkv"])
     norm = Norm(randn(4096) * 0.1 + 1, 1e-5)
     x = randn(tokens, 4096)
-    graph, out = capture(lambda: cuda_int4.product(x, weight, norm))
-    for _ in range(3):
-        x.copy_(randn(tokens, 4096))
-        graph.replay()
-        assert torch.equal(out, cuda_int4.product(x, weight, norm))
+    check_replays(lambda: cuda_int4.product(x, weight, norm), lambda: x.copy_(randn(tokens, 4096)))
 
 
 @pytest.mark.parametrize(
