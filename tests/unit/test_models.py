@@ -41,11 +41,11 @@ from flashinfer_backend.worker.device_state import scores_of
 from flashinfer_backend.worker.memory import state_format
 from thinned import some
 
-BLOCK_SIZE = 16
+BLOCK_SIZE, WHOLE = 16, Shard()
 
 
-def load(model_dir: Path, dtype: str = "float32") -> Transformer:
-    model = Transformer(read_spec(model_dir), torch_ops, dtype, "cpu")
+def load(model_dir: Path, dtype: str = "float32", shard: Shard = WHOLE) -> Transformer:
+    model = Transformer(read_spec(model_dir).share(shard), torch_ops, dtype, "cpu")
     load_weights(model, model_dir)
     return model
 
@@ -74,18 +74,11 @@ def uploads(monkeypatch):
 def test_weights_that_are_uploaded_are_the_files(shard, uploads, tmp_path, monkeypatch):
     """Rows are read from the file; columns, as ranks have of some, are copied from its mapping."""
     path, calls = make_checkpoint("llama", tmp_path), {"next": 0, "copy": 0}
-    config = read_spec(path).share(shard)
-
-    def filled() -> Transformer:
-        model = Transformer(config, torch_ops, "float32", "cpu")
-        load_weights(model, path)
-        return model
-
     for name in calls:
         monkeypatch.setattr(Uploader, name, counting(getattr(Uploader, name), calls, name))
-    uploaded = filled().state_dict()
+    uploaded = load(path, shard=shard).state_dict()
     monkeypatch.undo()
-    for name, expected in filled().state_dict().items():
+    for name, expected in load(path, shard=shard).state_dict().items():
         assert torch.equal(uploaded[name], expected), name
     assert len(uploads) == 1 and calls["next"] > 5 and (calls["copy"] > 3) == (shard.size == 2)
 
@@ -414,14 +407,7 @@ def test_the_text_part_of_a_multimodal_checkpoint_without_text_config(tmp_path):
 def test_experts_can_be_in_one_tensor(shard, tmp_path):
     """As transformers has them in memory, and Qwen publishes them in 16 bits."""
     path = make_checkpoint("qwen3.5-moe", tmp_path)
-    spec = read_spec(path).share(shard)
-
-    def filled() -> dict[str, Tensor]:
-        model = Transformer(spec, torch_ops, "float32", "cpu")
-        load_weights(model, path)
-        return model.state_dict()
-
-    expected, tensors = filled(), load_file(path / "model.safetensors")
+    expected, tensors = load(path, shard=shard).state_dict(), load_file(path / "model.safetensors")
     written = dict(tensors)
     for layer in range(5):
         block = f"model.layers.{layer}.mlp.experts"
@@ -431,15 +417,15 @@ def test_experts_can_be_in_one_tensor(shard, tmp_path):
         )
         written |= {f"{block}.gate_up_proj": torch.cat([gate, up], 1), f"{block}.down_proj": down}
     save_file(written, path / "model.safetensors")
-    for name, tensor in filled().items():
+    for name, tensor in load(path, shard=shard).state_dict().items():
         assert torch.equal(tensor, expected[name]), name
     save_file(written | {"model.layers.1.mlp.experts.3.up_proj.weight": up[3]}, path / "model.safetensors")
     with pytest.raises(WeightsError, match=r"has model\.layers\.1\.mlp\.experts\.3\.up_proj\.weight twice"):
-        filled()
+        load(path, shard=shard)
     del written["model.layers.4.mlp.experts.down_proj"]
     save_file(written, path / "model.safetensors")
     with pytest.raises(WeightsError, match=r"lacks tensors .*model\.layers\.4\.mlp\.experts\.0\.down_proj"):
-        filled()
+        load(path, shard=shard)
 
 
 def test_bfloat16_stays_near_transformers(tmp_path):
