@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from flashinfer_backend.config_tools.knobs import POST
+from flashinfer_backend.config_tools.knobs import LLM, POST
 from flashinfer_backend.core.bounds import FIELDS, check
 from flashinfer_backend.core.paths import owner_pid, processes_dir, run_dir
 from flashinfer_backend.text.chunk import NO_LIMIT, PackedChunk, unpack_chunk
@@ -16,7 +16,6 @@ from flashinfer_backend.triton_server.freeze_guard import FreezeGuard
 from flashinfer_backend.triton_server.parameters import knob_value, read_parameters, read_tokenizer
 
 Tensors = dict[str, np.ndarray]
-DEFAULT_LLM_MODEL = "llm"
 
 
 def chunks(inputs: Tensors) -> list[PackedChunk]:
@@ -81,7 +80,7 @@ class TritonPythonModel:
         skip_special_tokens = knob_value(parameters, "skip_special_tokens")
         self._decoder = DeltaDecoder(read_tokenizer(parameters).backend, skip_special_tokens)
         owner = owner_pid()
-        self._marker = DeliveryMarker(run_dir(owner, parameters.get("llm_model_name", DEFAULT_LLM_MODEL)))
+        self._marker = DeliveryMarker(run_dir(owner, parameters.get("llm_model_name", LLM)))
         self._freeze_guard = FreezeGuard(processes_dir(owner))
 
     def execute(self, requests: list[Any]) -> list[Any]:
