@@ -44,6 +44,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 PARTS = ("allOf", "anyOf", "oneOf", "$ref")
 OBJECT = ("properties", "patternProperties", "additionalProperties", "required")
+NAMING = {"type", "properties", "required", "title", "description"}  # say at most which properties there are
 COMBINED = ("allOf", "anyOf", "oneOf", "$ref", "enum", "const")  # that say what type a value has
 VALUES = ("type", "enum", "const", *NUMBERS, *COUNTS)  # keywords that hold no schemas and stay as they are
 NATIVE_FORMATS = ("duration", "email", "hostname", "time", "uri", "uuid", "ipv4")
@@ -436,13 +437,7 @@ def _evaluated(node: Schema, keyword: str, path: str) -> Schema:
         raise _refused(path, f"{keyword!r} is not supported")
     named: Schema = {}
     for member in node.get("allOf", ()) if keyword == "unevaluatedProperties" else ():
-        if isinstance(member, dict) and set(member) <= {
-            "type",
-            "properties",
-            "required",
-            "title",
-            "description",
-        }:
+        if isinstance(member, dict) and member.keys() <= NAMING:
             named |= dict.fromkeys(_properties(member), True)
         else:
             named = {}
