@@ -19,7 +19,8 @@ else:
 # Parameters of a config.pbtxt that are no knobs: of Triton, of its Python backend, and names of other models.
 TRITONS_OWN = ("FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH", "TRITON_BATCH_STRATEGY_PATH")
 OWN_NAMES = {LLM: ("postprocessing_model_name",), POST: ("llm_model_name",)}
-# What auto means of knobs that follow from others, or from the llm model's name.
+# What auto means of knobs that follow from others, or from the llm model's name. Their order counts: one can
+# follow from one above it.
 FOLLOWING: dict[str, Callable[[Mapping[str, str], str], str]] = {
     "tokenizer_dir": lambda values, _: values["model_dir"],
     "max_queue_size": lambda values, _: str(auto_queue_size(int(values["max_num_seqs"]))),
@@ -152,7 +153,7 @@ def check_parameters(parameters: Mapping[str, str], model: str) -> None:
 
 
 def complete(chosen: dict[str, str], llm_name: str = LLM) -> dict[str, str]:
-    """A value for every knob: the chosen ones and defaults."""
+    """A value for every knob: the chosen ones, defaults, and for auto what follows from these (FOLLOWING)."""
     values = {knob.name: chosen.get(knob.name, knob.default) for knob in KNOBS}
     for name, meant in FOLLOWING.items():
         if values[name] == "auto":

@@ -52,6 +52,7 @@ class PostprocessingWatch:
             try:
                 for model in self._models:
                     self._asked_at = time.monotonic()
+                    # An answer of any kind will do, also an error.
                     ask(f"{self._url}/v2/models/{model}/infer", body, self._answer_s + 1)
             except TimeoutError:
                 return  # it stays stuck

@@ -94,7 +94,7 @@ class Watchdog:
                 if not self._was_ready and (why := server.gave_up()):
                     _say(why)
                     return abs(server.end()) or 1
-                if server.grown:  # it is well: what is open ends, or has its time
+                if server.grown:  # it works: open requests end first, or have had their time
                     _say(f"{reason}; starting the server again")
                     self._answer_meanwhile()
                     server.stop(time.monotonic(), RESTARTING, end_s=ERRORS_S)

@@ -419,7 +419,7 @@ def _product(
         if GATED:
             up_scale = tl.load(own_scales + N // GROUP * APART)
     if SCALES == "mxfp4":
-        # Four columns in a word, a quarter of those packed together apart: four products of a quarter each.
+        # A word has four columns, QUARTER apart among PACKED: four products of a quarter of the columns.
         QUARTER: tl.constexpr = PACKED // 4
         WORDS: tl.constexpr = (K + PACKED - 1) // PACKED * QUARTER  # of a row
         GROUPS: tl.constexpr = INNER // GROUP

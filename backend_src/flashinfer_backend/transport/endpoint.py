@@ -74,7 +74,7 @@ class Endpoint:
         self.up = False  # whether an engine is there and ready
         self._sinks: dict[int, Sink] = {}
         self._prompts: dict[int, int] = {}  # tokens to compute before the first one comes, by local id
-        self.tokens_to_compute = 0  # all of these
+        self.tokens_to_compute = 0  # the sum of these
         self._profiled: dict[int, Future[protocol.Profiled]] = {}  # answers to come, by local id
         self._count, self._last_id = count, index
         self._outbox: deque[bytes] = deque()

@@ -180,6 +180,7 @@ class _Engine:
         self._written: dict[tuple[str, str], float] = {}
 
     def update(self, status: Status | None) -> None:
+        """As EngineMetrics.update, of this engine."""
         if not self.elected and not self._elect():
             return
         values = dict.fromkeys(self._gauges, 0.0)
