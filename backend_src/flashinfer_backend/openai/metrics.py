@@ -160,10 +160,13 @@ _ROUTERS: dict[str, tuple[str, str, dict[str, Callable[[protocol.Status], float]
 
 
 class _Families:
-    """A collector of the library."""
+    """A collector of prometheus_client that has these families."""
 
     def __init__(self, families: Sequence[Any]) -> None:
-        self.collect = lambda: families
+        self._families = families
+
+    def collect(self) -> Sequence[Any]:
+        return self._families
 
 
 def _routers(models: Sequence[ModelState]) -> Iterator[Any]:
