@@ -197,7 +197,7 @@ def test_no_answer_is_noticed_and_stays(server):
 
 
 def test_a_server_that_has_gone_is_not_stuck():
-    watch = PostprocessingWatch("http://127.0.0.1:9", answer_s=0.05, every_s=0.01)
+    watch = PostprocessingWatch("http://127.0.0.1:9", answer_s=0.05, every_s=0.2)
     time.sleep(0.3)
     assert not watch.stuck
     watch.close()
