@@ -66,7 +66,8 @@ def test_times_of_a_sequence(
     sequence = timing.SequenceTiming()
     for _ in tokens:
         sequence.token()
-    sequence.sent, counts = 2, {"input": 7, "output": 2}
+    sequence.sent += 2
+    counts = {"input": 7, "output": 2}
     assert sequence.quantities(7) == found | counts
     sequence.queued = 0.25
     assert sequence.quantities(7) == found | counts | {"queue": 0.25}
