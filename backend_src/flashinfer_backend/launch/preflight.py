@@ -92,7 +92,7 @@ def find_server(backends_copy: Path | None) -> Installation:
         if not folder.exists():  # never written to again: a running server may have it open
             _copy_backends(root / "backends", stub, folder)
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
-        # A folder's copy has an error for each file.
+        # A folder's copy has an error for each file: the first one is told.
         reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error
         raise ServeError(
             f"no place for a copy of Triton's Python backend: {reason}; name a folder that this user"

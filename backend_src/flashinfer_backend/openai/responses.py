@@ -268,7 +268,8 @@ def _add(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
     if message["role"] == "assistant" == before.get("role") and before["content"] is None:
         thoughts = [each["reasoning_content"] for each in (before, message) if "reasoning_content" in each]
         before.update({key: value for key, value in message.items() if value is not None})
-        before.update({"reasoning_content": "\n".join(thoughts)} if thoughts else {})
+        if thoughts:
+            before["reasoning_content"] = "\n".join(thoughts)
     else:
         messages.append(message)
 
