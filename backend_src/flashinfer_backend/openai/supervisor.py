@@ -119,6 +119,7 @@ class Supervisor:
             family=socket.AF_INET6 if is_v6 else socket.AF_INET,
             backlog=BACKLOG,
             reuse_port=True,
+            # By default, create_server keeps IPv4 off "::".
             dualstack_ipv6=is_v6 and socket.has_dualstack_ipv6(),
         )
         cut_stalled_clients(listener, self._stalled_s)

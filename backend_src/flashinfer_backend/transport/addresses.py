@@ -55,7 +55,7 @@ def check_ports(address: Address, ports: dict[str, int]) -> None:
 
 def cut_stalled_clients(listener: socket.socket, seconds: int) -> None:
     """Makes the kernel close each connection of a listening socket to which nothing more could be sent for
-    `seconds`, since its client reads too little; 0: never. Connections inherit it when they are accepted."""
+    `seconds`, since its client reads too little; 0: never. Connections made after that inherit it."""
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)
 
 
