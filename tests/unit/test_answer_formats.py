@@ -186,6 +186,8 @@ CASES: dict[str, tuple[Make, str, list[Event]]] = {
     "llama, two behind the tag": (maker("llama3_json"),
      f'<|python_tag|>{{"name": "weather", "parameters": {PARIS}}}; {{"name": "now", "parameters": {{}}}}',
      [*called("weather", PARIS), *called("now", "{}")]),
+    "llama, text behind a call": (maker("llama3_json"),
+     '<|python_tag|>{"name": "now", "parameters": {}} ; So', [*called("now", "{}"), content("So")]),
     "llama, other JSON": (maker("llama3_json"), ' {"name": "Bob", "parameters": 1}',
      [content(' {"name": "Bob", "parameters": 1}')]),
     "llama, text": (maker("llama3_json"), "<|python_ no", [content("<|python_ no")]),

@@ -167,3 +167,15 @@ def test_a_folder_that_another_user_prepared_is_refused(
     with pytest.raises(PermissionError, match="is no folder of this user"):
         supervisor.Supervisor(given, LOOPBACK, 0, 1, stalled_s=0).run()
     assert not list(folder.iterdir())
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="one socket takes one version of IP here")
+def test_clients_of_ipv4_reach_all_addresses_of_ipv6_and_are_cut_when_they_stall(tmp_path: Path) -> None:
+    listening = supervisor.Supervisor(options(tmp_path), ipaddress.ip_address("::"), 0, 1, stalled_s=7)
+    listening._listen(0)
+    with (
+        contextlib.closing(listening._listeners[0]) as listener,
+        socket.create_connection(("127.0.0.1", listening._port), timeout=60),
+        listener.accept()[0] as accepted,
+    ):
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 7000

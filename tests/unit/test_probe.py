@@ -57,6 +57,19 @@ def test_a_broken_server_fails_the_probe(url, live, ready, generate, expected) -
     assert bool(found) == bool(expected) and re.search(expected, found), found
 
 
+def test_of_ensembles_with_the_same_steps_one_is_asked_and_no_other_model(url) -> None:
+    steps = {"ensemble_scheduling": {"step": [{"model_name": "llm"}]}}
+    configs = {"llm": {"backend": "python"}, "ensemble": steps, "tensorrt_llm_bls": steps}
+    TABLE.update(dict.fromkeys((*PLACES, "/v2/models/tensorrt_llm_bls/generate"), (200, "{}")))
+    TABLE["/v2/repository/index"] = 200, json.dumps([{"name": name} for name in configs])
+    TABLE.update({f"/v2/models/{name}/config": (200, json.dumps(config)) for name, config in configs.items()})
+    assert problem(url, None, 5) == ""
+    TABLE["/v2/models/tensorrt_llm_bls/generate"] = 500, ""
+    assert "tensorrt_llm_bls does not generate (500)" in problem(url, None, 5)
+    TABLE["/v2/models/llm/config"] = 500, "{}"
+    assert "names no ensemble" in problem(url, None, 5)
+
+
 def test_a_proxy_of_the_environment_is_not_asked(url, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
