@@ -2,7 +2,11 @@
 """What the OpenAI API refuses: the path, the input, words of the error. The application of one process,
 without an engine; what an engine refuses is in tests/engine and tests/server."""
 
+import gzip
 import json
+import time
+import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +14,7 @@ from openai_api import Api
 from openai_server import TEMPLATE
 
 from embedding_checkpoints import make_embedder, make_reranker
+from flashinfer_backend.openai.errors import ApiError
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS, RERANK, SCORE = (
     f"/v1/{name}"
@@ -374,3 +379,30 @@ def test_what_a_client_asked_that_has_left_goes_to_no_engine(
     monkeypatch.setattr("flashinfer_backend.openai.served_model.client_left", lambda: True)
     for path in (*WRITING, EMBEDDINGS, RERANK):
         assert apis[path].call(path, json.dumps(GOOD[path]).encode())[0] == 499
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+def test_an_open_request_holds_no_more_than_its_answer_needs(path: str, tmp_path: Path) -> None:
+    """The body, and keys of messages that no template shows, are gone when the engine gets the prompt."""
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE)
+    api, held, before = Api(str(template)), list[int](), 0
+
+    def generate(*asked: Any) -> None:
+        time.sleep(0.2)  # the thread that has read the body lets go of it
+        held.append(tracemalloc.get_traced_memory()[0] - before)
+        raise ApiError("that is all")
+
+    api.served.link.generate = generate  # type: ignore[assignment]
+    asked = {**GOOD[path], "messages": [{**ASK[0], "unshown": "x" * (16 << 20)}]}
+    body = gzip.compress(json.dumps(asked).encode(), 1)
+    del asked
+    api.call(path, json.dumps(GOOD[path]).encode())  # what the first request loads is no part of it
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        status, _, answer = api.call(path, body, content_encoding="gzip")
+    finally:
+        tracemalloc.stop()
+    assert (status, answer["error"]["message"]) == (400, "that is all")
+    assert held[-1] < 4 << 20

@@ -55,6 +55,7 @@ def message(served: ServedModel, request: MessagesRequest) -> Answering:
         stream=request.stream,
     )
     turn.prepare(sampling)
+    request.messages, request.system = [], None
 
     async def answer() -> Response:
         await turn.encode()

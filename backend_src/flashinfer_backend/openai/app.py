@@ -182,6 +182,7 @@ def _endpoint(
                 served.check_task(request.url.path, post.tasks)
             await served.attached()
             answering = await bodies.read(len(body), post.read, served, asked)
+        del body, asked  # which its answer would hold until its end
         answer = await answering()
         return answer if isinstance(answer, Response) else _json(answer)
 

@@ -3,7 +3,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -123,6 +123,9 @@ class Turn:
         conversation, served = self.conversation, self.served
         limits = served.limits
         text = render(served, conversation)
+        asked = _asked(conversation.messages)
+        # Open answers are many, and a message can have a body's size in keys that no template shows.
+        self.conversation = replace(conversation, messages=(), documents=None, variables=None)
         if self.guide != NO_GUIDE and served.reasoning_format == "harmony":
             text = harmony.opened(text)
         self.text = text
@@ -133,7 +136,7 @@ class Turn:
                 f" --tool-format ({known}), or force calls by tool_choice",
                 param="tools",
             )
-        self.inside = self.reasoning_format == "think" and is_opened(text, _asked(conversation.messages))
+        self.inside = self.reasoning_format == "think" and is_opened(text, asked)
         if self.bound:
             if not limits.guided_decoding and not self.calls_or_json:
                 raise ApiError(
@@ -359,6 +362,8 @@ def chat(served: ServedModel, request: ChatRequest) -> Answering:
     )  # fmt: skip
     turn = Turn(served, conversation, bool(request.stream))
     turn.prepare(request)
+    del conversation
+    request.messages, request.documents = [], None
 
     async def answer() -> Response:
         field = "max_completion_tokens" if request.max_tokens is None else "max_tokens"
