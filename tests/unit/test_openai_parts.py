@@ -675,7 +675,7 @@ def kept_of(store: ResponseStore, *names: str) -> list[bool]:
 
 
 def put(store: ResponseStore, name: str, size: int = 0) -> None:
-    store.put(name, [{"text": "x" * size}], {"id": name})
+    store.put(name, json.dumps([{"text": "x" * size}]).encode(), {"id": name})
 
 
 def test_bytes_and_number_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -687,7 +687,7 @@ def test_bytes_and_number_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept_of(store, "a", "b", "c") == [True, False, True]
     put(store, "large", 400)
     assert kept_of(store, "a", "large", "c") == [True, False, True]
-    assert store.items("a", "p") == [{"text": "x" * 150}]
+    assert json.loads(store.items("a", "p")) == [{"text": "x" * 150}]
     store.delete("a")
     put(store, "d", 150)
     put(store, "e", 20)
@@ -701,7 +701,7 @@ def test_references_to_items_of_kept_responses() -> None:
     store = ResponseStore(1000)
     served: Any = SimpleNamespace(store=store)
     message, call = {"id": "msg_1", "type": "message"}, {"id": "fc_1", "type": "function_call"}
-    store.put("a", [], {"id": "a", "output": [message, call]})
+    store.put("a", b"[]", {"id": "a", "output": [message, call]})
     user = {"role": "user", "content": "Hi"}
 
     def referring(*ids: object) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ without an engine; what an engine refuses is in tests/engine and tests/server.""
 
 import gzip
 import json
+import threading
 import time
 import tracemalloc
 from pathlib import Path
@@ -15,6 +16,7 @@ from openai_server import TEMPLATE
 
 from embedding_checkpoints import make_embedder, make_reranker
 from flashinfer_backend.openai.errors import ApiError
+from flashinfer_backend.openai.response_store import ResponseStore
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS, RERANK, SCORE = (
     f"/v1/{name}"
@@ -381,7 +383,7 @@ def test_what_a_client_asked_that_has_left_goes_to_no_engine(
         assert apis[path].call(path, json.dumps(GOOD[path]).encode())[0] == 499
 
 
-@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
 def test_an_open_request_holds_no_more_than_its_answer_needs(path: str, tmp_path: Path) -> None:
     """The body, and keys of messages that no template shows, are gone when the engine gets the prompt."""
     template = tmp_path / "template.jinja"
@@ -394,7 +396,8 @@ def test_an_open_request_holds_no_more_than_its_answer_needs(path: str, tmp_path
         raise ApiError("that is all")
 
     api.served.link.generate = generate  # type: ignore[assignment]
-    asked = {**GOOD[path], "messages": [{**ASK[0], "unshown": "x" * (16 << 20)}]}
+    listed = "input" if path == RESPONSES else "messages"
+    asked = {**GOOD[path], listed: [{**ASK[0], "unshown": "x" * (16 << 20)}]}
     body = gzip.compress(json.dumps(asked).encode(), 1)
     del asked
     api.call(path, json.dumps(GOOD[path]).encode())  # what the first request loads is no part of it
@@ -406,3 +409,29 @@ def test_an_open_request_holds_no_more_than_its_answer_needs(path: str, tmp_path
         tracemalloc.stop()
     assert (status, answer["error"]["message"]) == (400, "that is all")
     assert held[-1] < 4 << 20
+
+
+def test_a_kept_conversation_has_the_bounds_of_one_that_is_sent() -> None:
+    api, readers = Api(), set[str]()
+    api.served.store = ResponseStore(64 << 20)
+    for name, items in (("values", [{**ASK[0], "unshown": [0] * 60_000}]), ("items", ASK * 4096)):
+        api.served.store.put(name, json.dumps(items).encode(), {"id": name})
+    more = [{**ASK[0], "unshown": [0] * 6_000}]
+    read = api.served.store.items
+
+    def items(*asked: str) -> bytes:
+        readers.add(threading.current_thread().name)
+        return read(*asked)
+
+    api.served.store.items = items  # type: ignore[method-assign]
+    for name, given, told in (
+        ("values", more, "60002 values before input; with input it should have at most 65536"),
+        ("items", "Hi", "4096 items before input; with input it should have at most 4096"),
+        ("items", ASK, "4096 items before input; with input it should have at most 4096"),
+    ):
+        status, _, answer = api.call(
+            RESPONSES, json.dumps({"input": given, "previous_response_id": name}).encode()
+        )
+        assert status == 400 and told in answer["error"]["message"], answer
+    # Other requests go on while a small one has a large conversation read.
+    assert all(name.startswith("large bodies") for name in readers)

@@ -67,7 +67,7 @@ from flashinfer_backend.openai.requests import (
     convert,
     decode,
 )
-from flashinfer_backend.openai.responses import input_page, input_tokens, responses, store_of
+from flashinfer_backend.openai.responses import input_page, input_tokens, reads_kept, responses, store_of
 from flashinfer_backend.openai.served_model import Answering, ServedModel, find_model
 from flashinfer_backend.openai.tokens import detokenize, tokenize
 
@@ -92,7 +92,8 @@ def _served_by_name(models: Sequence[ServedModel], request: Any) -> ServedModel:
 class Post(NamedTuple):
     """A path that takes a body. kind: the body's struct. read: does all the work that grows with the body,
     except tokenizing; it may raise ApiError. tasks: the tasks of models that serve the path; none: all models
-    do. choose: finds the model from the body. no_body: what a request without a body means."""
+    do. choose: finds the model from the body. no_body: what a request without a body means. grows: whether
+    the work grows with more than the body."""
 
     path: str
     kind: type[msgspec.Struct]
@@ -101,6 +102,7 @@ class Post(NamedTuple):
     versions: Sequence[str] = VERSIONS
     choose: Callable[[Sequence[ServedModel], Any], ServedModel] = _served_by_name
     no_body: bytes = b""
+    grows: Callable[[Any], bool] = lambda asked: False
 
     def paths(self) -> list[str]:
         return [prefix + self.path for prefix in self.versions]
@@ -146,8 +148,8 @@ def _posts(models: Sequence[ServedModel]) -> list[Post]:
     found = [
         Post("/chat/completions", ChatRequest, chat, generate),
         Post("/completions", CompletionRequest, completions, generate),
-        Post("/responses", ResponsesRequest, responses, generate),
-        Post("/responses/input_tokens", ResponsesRequest, input_tokens, generate),
+        Post("/responses", ResponsesRequest, responses, generate, grows=reads_kept),
+        Post("/responses/input_tokens", ResponsesRequest, input_tokens, generate, grows=reads_kept),
         Post("/messages", MessagesRequest, message, generate),
         Post("/messages/count_tokens", CountTokensRequest, count_tokens),
         Post("/embeddings", EmbeddingRequest, embeddings, embed),
@@ -181,7 +183,8 @@ def _endpoint(
             if post.tasks:
                 served.check_task(request.url.path, post.tasks)
             await served.attached()
-            answering = await bodies.read(len(body), post.read, served, asked)
+            size = LARGE_BODY if post.grows(asked) else len(body)
+            answering = await bodies.read(size, post.read, served, asked)
         del body, asked  # which its answer would hold until its end
         answer = await answering()
         return answer if isinstance(answer, Response) else _json(answer)

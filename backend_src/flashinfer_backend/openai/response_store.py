@@ -3,7 +3,7 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -28,9 +28,9 @@ class ResponseStore:
         self._makers: dict[str, str] = {}  # the response of each item of a kept one's output
         self._lock = threading.Lock()
 
-    def put(self, name: str, items: Sequence[dict[str, Any]], response: dict[str, Any]) -> None:
-        """items: the conversation so far; the response's output comes last."""
-        kept = msgspec.json.encode(items), msgspec.json.encode(response)
+    def put(self, name: str, items: bytes, response: dict[str, Any]) -> None:
+        """items: the conversation so far, as a JSON list; the response's output comes last."""
+        kept = items, msgspec.json.encode(response)
         size = sum(map(len, kept))
         if size > self._most:
             return
@@ -72,10 +72,10 @@ class ResponseStore:
             kept = [self._kept[name][1] for name in names]
         return {item["id"]: item for each in kept for item in msgspec.json.decode(each, type=_Output).output}
 
-    def items(self, name: str, param: str) -> list[dict[str, Any]]:
-        """The conversation of a response, its output last. Raises ApiError that names `param`."""
-        items: list[dict[str, Any]] = msgspec.json.decode(self._get(name, param)[0])
-        return items
+    def items(self, name: str, param: str) -> bytes:
+        """The conversation of a response, its output last, as a JSON list. Raises ApiError that names
+        `param`."""
+        return self._get(name, param)[0]
 
     def input(self, name: str) -> list[dict[str, Any]]:
         """The conversation that a response was made of. Raises ApiError."""

@@ -3,7 +3,7 @@
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -14,6 +14,7 @@ from flashinfer_backend.core.bounds import CONVERSATION
 from flashinfer_backend.core.output import say_once
 from flashinfer_backend.core.values import shown, some
 from flashinfer_backend.openai.answer import encode, respond, unwrapped_text, wrapped_text
+from flashinfer_backend.openai.bounds import values
 from flashinfer_backend.openai.chat import Conversation, Turn, add_effort
 from flashinfer_backend.openai.errors import ApiError, field_error, wrong_value
 from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, Event
@@ -65,12 +66,12 @@ class Offered(NamedTuple):
 
 
 def responses(served: ServedModel, request: ResponsesRequest) -> Answering:
-    turn, earlier = _read(served, request)
+    turn, lists = _read(served, request)
 
     async def answer() -> Response:
         most = request.max_output_tokens
         await turn.submit(request, 1, most, "max_output_tokens", request.log_probs, request.top_logprobs or 0)
-        return respond(served, turn.streams, _Reply(turn, request, earlier), request.stream)
+        return respond(served, turn.streams, _Reply(turn, request, lists), request.stream)
 
     return answer
 
@@ -87,22 +88,23 @@ def input_tokens(served: ServedModel, request: ResponsesRequest) -> Answering:
     return answer
 
 
-def _read(served: ServedModel, request: ResponsesRequest) -> tuple[Turn, list[dict[str, Any]]]:
-    """The turn, prepared, and the items of the response before it. Raises ApiError."""
-    earlier: list[dict[str, Any]] = []
+def reads_kept(request: ResponsesRequest) -> bool:
+    """Whether the work grows with kept responses, which can be large whatever the request's own size is."""
+    listed = request.input if isinstance(request.input, list) else []
+    return request.previous_response_id is not None or any(item.get("type") == REFERENCE for item in listed)
+
+
+def _read(served: ServedModel, request: ResponsesRequest) -> tuple[Turn, tuple[bytes, ...]]:
+    """The turn, prepared, and if the response is to be kept, the conversation as JSON lists, of which the
+    first is the store's own: open requests that go on from a large response share it. Raises ApiError."""
+    kept, earlier = b"[]", list[dict[str, Any]]()
     if request.store:
         store_of(served, "store")
     if request.previous_response_id is not None:
-        earlier = store_of(served, "previous_response_id").items(
+        kept = store_of(served, "previous_response_id").items(
             request.previous_response_id, "previous_response_id"
         )
-        most = CONVERSATION.items or 0
-        if len(earlier) + len(request.input) * isinstance(request.input, list) > most:
-            raise ApiError(
-                f"the conversation has {len(earlier)} items before input; with input it should have at most"
-                f" {most}",
-                param="previous_response_id",
-            )
+        earlier = _earlier_items(kept, request)
     if isinstance(request.input, list):
         request.input = without_references(served, request.input)
     variables = dict(request.chat_template_kwargs or {})
@@ -131,7 +133,51 @@ def _read(served: ServedModel, request: ResponsesRequest) -> tuple[Turn, list[di
     )
     turn = Turn(served, conversation, bool(request.stream))
     turn.prepare(request)
-    return turn, earlier
+    lists: tuple[bytes, ...] = ()
+    if served.store is not None and request.store is not False:  # OpenAI's API keeps by default
+        lists = kept, _kept_list(input_items(request))
+    request.input = ""
+    return turn, lists
+
+
+def _kept_list(items: Sequence[dict[str, Any]]) -> bytes:
+    """Items as a JSON list, without log probabilities, which would be most of a conversation's values."""
+
+    def plain(part: Any) -> Any:
+        return {**part, "logprobs": []} if isinstance(part, dict) and part.get("logprobs") else part
+
+    return encode(
+        [
+            {**item, "content": list(map(plain, item["content"]))}
+            if isinstance(item.get("content"), list)
+            else item
+            for item in items
+        ]
+    )
+
+
+def _joined(lists: Iterable[bytes]) -> bytes:
+    """JSON lists as one."""
+    return b"[" + b",".join(inner for each in lists if (inner := each[1:-1])) + b"]"
+
+
+def _earlier_items(kept: bytes, request: ResponsesRequest) -> list[dict[str, Any]]:
+    """The items of the response before a request. Raises ApiError where they and the input are more than a
+    conversation may have."""
+    most, new = CONVERSATION.values, input_items(request)
+    if (found := values(kept, most)) + values(encode(new), most) > most:
+        raise ApiError(
+            f"the conversation has {found} values before input; with input it should have at most {most}",
+            param="previous_response_id",
+        )
+    earlier: list[dict[str, Any]] = msgspec.json.decode(kept)
+    if len(earlier) + len(new) > (CONVERSATION.items or 0):
+        raise ApiError(
+            f"the conversation has {len(earlier)} items before input; with input it should have at most"
+            f" {CONVERSATION.items}",
+            param="previous_response_id",
+        )
+    return earlier
 
 
 def store_of(served: ServedModel, param: str | None = None) -> ResponseStore:
@@ -445,9 +491,9 @@ def _guide(request: ResponsesRequest) -> Guide:
 
 
 class _Reply(Items):
-    def __init__(self, turn: Turn, request: ResponsesRequest, earlier: list[dict[str, Any]]) -> None:
+    def __init__(self, turn: Turn, request: ResponsesRequest, lists: Sequence[bytes]) -> None:
         super().__init__(turn)
-        self._request, self._earlier = request, earlier
+        self._request, self._lists = request, lists
         self._model = request.model or turn.served.name
         self.id, self._created = f"resp_{secrets.token_hex(16)}", int(time.time())
         self._offered = {one.tool["function"]["name"]: one for one in offered_tools(request.tools or [])}
@@ -455,15 +501,13 @@ class _Reply(Items):
         self._top = request.top_logprobs or 0 if request.log_probs else None
         self._log_probs: list[Raw] = []  # of the last item
         self._finish: str | None = None
-        # OpenAI's API keeps by default.
-        self._store = turn.served.store if request.store is not False else None
+        self._store = turn.served.store if lists else None
 
     def _done(self) -> dict[str, Any]:
         """The whole response, kept if it is to be."""
         response = self._response("incomplete" if self._finish == "length" else "completed", self._finish)
         if self._store is not None:
-            items = [*self._earlier, *input_items(self._request), *self._items]
-            self._store.put(self.id, items, response)
+            self._store.put(self.id, _joined((*self._lists, _kept_list(self._items))), response)
         return response
 
     def _response(self, status: str, finish: str | None = None) -> dict[str, Any]:
