@@ -435,3 +435,10 @@ def test_a_kept_conversation_has_the_bounds_of_one_that_is_sent() -> None:
         assert status == 400 and told in answer["error"]["message"], answer
     # Other requests go on while a small one has a large conversation read.
     assert all(name.startswith("large bodies") for name in readers)
+
+
+@pytest.mark.parametrize("wrong", [{"y" * 100_000: 1}, {"logit_bias": {"y" * 100_000: 1}}])
+def test_errors_are_short_whatever_is_wrong(wrong: dict[str, Any]) -> None:
+    status, _, answer = Api().call(COMPLETIONS, json.dumps({**GOOD[COMPLETIONS], **wrong}).encode())
+    assert status == 400 and "yyy..." in answer["error"]["message"]
+    assert len(json.dumps(answer)) < 500

@@ -15,7 +15,7 @@ from msgspec import Meta
 from msgspec import inspect as info
 
 from flashinfer_backend.core.bounds import MOST_CHOICES, MOST_PAGE_ITEMS, MOST_TOP_LOGPROBS, MOST_WORD
-from flashinfer_backend.core.values import INT32_MAX, shown
+from flashinfer_backend.core.values import INT32_MAX, MOST_SHOWN, shown
 from flashinfer_backend.openai.bounds import bounded, check_field, check_items
 from flashinfer_backend.openai.errors import ApiError, field_error, wrong_value
 from flashinfer_backend.openai.no_effect import check_no_effect
@@ -545,6 +545,7 @@ def _worded(kind: type[msgspec.Struct]) -> Iterator[None]:
 def _error(kind: type[msgspec.Struct], text: str) -> ApiError:
     if found := _UNKNOWN.match(text):
         place = _place(found)
+        place = place if len(place) <= MOST_SHOWN else place[:MOST_SHOWN] + "..."
         return ApiError(f"Unrecognized request argument supplied: {place}", param=place)
     if found := _MISSING.match(text):
         place = _place(found)

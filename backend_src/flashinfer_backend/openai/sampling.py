@@ -14,7 +14,7 @@ import msgspec
 from flashinfer_backend.core.bounds import WORD_IDS
 from flashinfer_backend.core.checkpoint_json import check_kinds, read_object_if_there
 from flashinfer_backend.core.sampling_params import CHOICE_GUIDE, GREEDY_TEMPERATURE, SamplingParams
-from flashinfer_backend.core.values import shown
+from flashinfer_backend.core.values import MOST_SHOWN, shown
 from flashinfer_backend.openai.bounds import check_field
 from flashinfer_backend.openai.errors import ApiError, field_error
 from flashinfer_backend.openai.requests import (
@@ -212,7 +212,8 @@ def check_ids(place: str, ids: Iterable[int | str], limits: EngineLimits) -> lis
         except ValueError:
             token = -1
         if not 0 <= token < limits.vocab_size:
-            raise field_error(place, f"holds {given}; token ids should lie in 0..{limits.vocab_size - 1}")
+            told = shown(given) if len(str(given)) > MOST_SHOWN else given
+            raise field_error(place, f"holds {told}; token ids should lie in 0..{limits.vocab_size - 1}")
         if str(token) != str(given):  # two keys of an object could be one id
             raise field_error(place, f"holds {shown(given)}; it should be {shown(str(token))}")
         found.append(token)
