@@ -204,7 +204,7 @@ def check_eager_steps(setup: Setup, steps: Steps) -> None:
         check_layers(name, setup, batch, setup.attention.step(batch).run)
 
 
-def check_replays(setup: Setup, rows: int, replays: Iterable[tuple[int, int]]) -> None:
+def check_decode_replays(setup: Setup, rows: int, replays: Iterable[tuple[int, int]]) -> None:
     """A graph of `rows` decode rows replays other lengths, and fewer rows. replays: rows of up to how many
     tokens."""
     graph = DecodeGraph(setup, rows)
@@ -217,4 +217,4 @@ def check_replays(setup: Setup, rows: int, replays: Iterable[tuple[int, int]]) -
 
 def check_graphs(setup: Setup) -> None:
     for rows in (32, 4):
-        check_replays(setup, rows, [(rows, 300), (rows - 1, 4000 // rows), (1, 4700), (rows // 2, 40)])
+        check_decode_replays(setup, rows, [(rows, 300), (rows - 1, 4000 // rows), (1, 4700), (rows // 2, 40)])

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from attending import Setup, check_eager_steps, check_replays
+from attending import Setup, check_decode_replays, check_eager_steps
 from test_windows import BLOCKS, MAX_BLOCKS, SCALES, STEPS
 
 from flashinfer_backend.attention.contract import Scores, StepShape, Variant
@@ -43,7 +43,7 @@ def test_decode_graphs(name: str) -> None:
     words = torch.zeros(0, dtype=torch.int32, device=DEVICE)
     assert setup.attention.graph_words(StepShape(rows, rows, 1)) == 0
     assert setup.attention.captured(StepShape(320, 40, None), setup.table, words) is None
-    check_replays(setup, rows, [(rows, 40), (rows, 300), (rows, 3000)])
+    check_decode_replays(setup, rows, [(rows, 40), (rows, 300), (rows, 3000)])
 
 
 def test_drafts_are_refused() -> None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from attending import Setup, StepGraph, check_eager_steps, check_replays
+from attending import Setup, StepGraph, check_decode_replays, check_eager_steps
 from comparing import assert_close
 from test_engine import DEVICE, SETTINGS, SIZES, make_prompts
 
@@ -94,7 +94,7 @@ def test_both_kernels_of_prompts(name, backend, monkeypatch):
 
 @pytest.mark.parametrize("name", CASES)
 def test_decode_graphs(name):
-    check_replays(make_setup(name), 24, [(24, 40), (24, 300), (24, 3000)])
+    check_decode_replays(make_setup(name), 24, [(24, 40), (24, 300), (24, 3000)])
 
 
 @pytest.mark.parametrize("name", CASES)
