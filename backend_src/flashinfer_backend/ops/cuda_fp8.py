@@ -8,7 +8,8 @@ weight, cuBLAS multiplies elements without scales, and those are applied with wh
 residual, activation. Its own scales of tokens and rows were no faster than bfloat16 for few tokens, and save
 a pass over the result for many where nothing follows (measured: docs/formats.md). Weights with blocks have a
 Triton kernel of their own, and from as many tokens on as the device's file says, cuBLAS applies scales of
-groups and blocks.
+groups and blocks. Between the two products of an MLP with such weights, the activation is quantised as it is
+computed.
 
 No call waits for the device or depends on values there, so all of it can be captured.
 """
