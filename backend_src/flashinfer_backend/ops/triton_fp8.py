@@ -25,9 +25,19 @@ _LARGEST, _SMALLEST_PEAK = tl.constexpr(LARGEST), tl.constexpr(SMALLEST_PEAK)
 
 
 @triton.jit
-def to_e4m3(x, scale):
+def to_e4m3(x, scale, NATIVE: tl.constexpr):
     """ops.fp8.to_e4m3 of a block in float32."""
-    scaled = tl.div_rn(x, scale)
+    if NATIVE:
+        # The steps by which a GPU divides ordinary numbers, without its branch for others: elements that are
+        # divided with it wait for one another. So infinities are none here.
+        bound = 2.0 * _LARGEST * scale
+        x = tl.minimum(tl.maximum(x, -bound), bound)
+        inverse = tl.div_rn(1.0, scale)
+        scaled = x * inverse
+        scaled = tl.fma(tl.fma(-scaled, scale, x), inverse, scaled)
+        scaled = tl.fma(tl.fma(-scaled, scale, x), inverse, scaled)
+    else:  # the interpreter rounds a product before it adds
+        scaled = tl.div_rn(x, scale)
     return tl.minimum(tl.maximum(scaled, -_LARGEST), _LARGEST).to(tl.float8e4nv)
 
 
@@ -49,7 +59,7 @@ def _quantise_rows(
     scale = static
     if not STATIC:
         scale = tl.div_rn(tl.maximum(tl.max(tl.abs(values), axis=0), _SMALLEST_PEAK), _LARGEST)
-    tl.store(elements + row * K + k, to_e4m3(values, scale), mask=inside)
+    tl.store(elements + row * K + k, to_e4m3(values, scale, NATIVE), mask=inside)
     tl.store(scales + row, scale)
 
 
@@ -158,7 +168,7 @@ def _quantise_groups(
             tl.store(normed + cells, rounded, mask=given)
         values = rounded.to(tl.float32)
     scale = tl.div_rn(tl.maximum(tl.max(tl.abs(values), axis=2), _SMALLEST_PEAK), _LARGEST)
-    tl.store(elements + cells, to_e4m3(values, scale[:, :, None]), mask=inside)
+    tl.store(elements + cells, to_e4m3(values, scale[:, :, None], NATIVE), mask=inside)
     of_groups = scales + group[None, :] * rows.to(tl.int64) + row[:, None]
     tl.store(of_groups, scale, mask=(group < K // GROUP)[None, :] & (row < rows)[:, None])
 
@@ -204,7 +214,7 @@ def _finish_quantised(
     up = _sum_of_parts(source + COLUMNS, plane, given, PARTS)
     values = (gate * tl.sigmoid(gate) * up).to(tl.bfloat16).to(tl.float32)  # rounded as in finish
     scale = tl.div_rn(tl.maximum(tl.max(tl.abs(values), axis=1), _SMALLEST_PEAK), _LARGEST)
-    tl.store(elements + row * COLUMNS + n, to_e4m3(values, scale[:, None]), mask=real[:, None])
+    tl.store(elements + row * COLUMNS + n, to_e4m3(values, scale[:, None], NATIVE), mask=real[:, None])
     tl.store(scales + group * rows.to(tl.int64) + row, scale, mask=real)
 
 

@@ -50,7 +50,8 @@ def _turned(
 @triton.jit
 def _store(target, first, second, scale, mask, HALF: tl.constexpr):
     if scale is not None:
-        first, second = to_e4m3(first.to(tl.float32), scale), to_e4m3(second.to(tl.float32), scale)
+        first = to_e4m3(first.to(tl.float32), scale, True)
+        second = to_e4m3(second.to(tl.float32), scale, True)
     tl.store(target, first, mask=mask)
     tl.store(target + HALF, second, mask=mask)
 
