@@ -15,15 +15,19 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from checkpoints import make_checkpoint
-from flashinfer_backend.core import progress
+from flashinfer_backend.core import progress, tuned
 from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.tuned import RowTile
+from flashinfer_backend.ops import device
 from flashinfer_backend.prebuild import main
 from flashinfer_backend.worker import prebuild
 from specs import EXPERTS, bundled
+from tables import entries
 
 MODEL = bundled()
 NINJA = shutil.which("ninja") or ""
@@ -46,6 +50,14 @@ def test_modules_follow_from_checkpoint_knobs_and_gpu():
     assert kinds(model=odd) == common | {"fa3"}
     assert kinds(model=MODEL.quantised_on_load()) == common | {"fa3", "gated_linear_fp8"}
     int4 = MODEL.with_format("int4_awq_128")
+    blocks = MODEL.with_format("fp8_block")
+    assert kinds(model=blocks) == common | {"fa3"}
+    with device.use(msgspec.structs.replace(tuned.fallback(), blocks_linear={"o": entries((8, RowTile()))})):
+        assert kinds(model=blocks) == common | {"fa3", "blocks_linear"} and kinds() == common | {
+            "fa3",
+            "gated_linear",
+        }
+        assert kinds((10, 0), model=blocks) == common
     assert kinds(model=int4) == common | {"fa3", "int4_linear"} and kinds((10, 0), model=int4) == common
     experts = bundled(**EXPERTS, num_experts=8, num_experts_per_tok=2)
     assert kinds(model=experts) == kinds(model=experts.quantised_on_load()) == {*common, "fa3"} - {"silu"}

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from flashinfer_backend.core import tuned
 from flashinfer_backend.core.shard import Shard
-from flashinfer_backend.core.tuned import BlockTile, Role, Tiling, Tuned, find, steps
+from flashinfer_backend.core.tuned import BlockTile, Role, RowTile, Tiling, Tuned, find, steps
 from flashinfer_backend.models.hf import read_spec
 from flashinfer_backend.models.spec import ModelSpec
 from flashinfer_backend.models.transformer import Transformer
@@ -42,6 +42,7 @@ CUBLAS: dict[Role, float] = {"qkv": 16.0, "o": 13.2, "gate_up": 66.4, "down": 31
 SIZES: c.Sizes = {
     "linear": (8, 64, 256), "linear_fp8": (8, 64, 256), "blocks_fp8": (16, 64, 1024), "int4": (8, 64),
     "cublas": (64, 80, 208), "experts": (16, 256), "linear_blocks": (1, 8),
+    "blocks_linear": (8,),
 }  # fmt: skip
 
 
@@ -88,7 +89,7 @@ def run(
     sizes = SIZES | options.pop("sizes", {})
     plan = s.Plan(**({"rounds": 3, "gated": c.kind_of_gated(spec)} | options))
     found = c.of_model(spec, sizes, base, gated=plan.gated is not None)
-    both = {"linear_blocks", "blocks_fp8"}
+    both = {"linear_blocks", "blocks_linear", "blocks_fp8"}
     others = both if bench.table in both else {bench.table}
     assert {case.table for case in found} <= {"linear", "cublas"} | others
     return s.search(base, found, bench, plan, (lines if lines is not None else []).append)
@@ -154,6 +155,20 @@ def test_few_tokens_have_tilings_with_blocks_too():
     assert steps_of(found, "down", "linear_blocks") == {1: next_to_it, 8: None}
     assert found.blocks_fp8 == tuned.fallback().blocks_fp8
     assert {tiling.inner for role, tiling in bench.asked if role != "head"} == {128}
+
+
+def test_the_cuda_kernel_of_blocks_is_chosen_where_it_is_faster():
+    """Its tiles are of half of the SMs or more, and of a gated product not split."""
+    bench, spec = of_kind("blocks_linear", {("down", RowTile(2, 3)): 20.0, ("o", RowTile(4, 4)): 30.0})
+    found = run(bench, spec=spec, sizes={"blocks_linear": (8, 32), "blocks_fp8": (), "linear_blocks": ()})
+    assert steps_of(found, "down", "blocks_linear") == {8: RowTile(2, 3), 32: RowTile(2, 3)}
+    assert steps_of(found, "o", "blocks_linear") == {8: None, 32: None}  # slower than what is there
+    tried = {role: {tile for key, tile in bench.asked if key == role} for role in SHAPES}
+    assert tried["gate_up"] == {RowTile(2), RowTile(4)}
+    assert tried["down"] == {RowTile(2, split) for split in (3, 4, 6, 8)} | {
+        RowTile(4, split) for split in (6, 8)
+    }
+    assert c.row_tiles((2048, 96), False) == []  # not of whole blocks
 
 
 def test_a_role_has_a_case_for_each_shape_of_its_products():
@@ -297,8 +312,8 @@ def test_a_shape_without_an_entry_begins_as_the_rule():
     [
         (LLAMA, {"linear", "cublas"}),
         (LLAMA.quantised_on_load(), {"linear", "linear_fp8"}),
-        (LLAMA.with_format("fp8_block"), {"linear", "linear_blocks", "blocks_fp8"}),
-        (LLAMA.with_format("fp8_block_scale"), {"linear", "linear_blocks", "blocks_fp8"}),
+        (LLAMA.with_format("fp8_block"), {"linear", "linear_blocks", "blocks_linear", "blocks_fp8"}),
+        (LLAMA.with_format("fp8_block_scale"), {"linear", "linear_blocks", "blocks_linear", "blocks_fp8"}),
         (LLAMA.with_format("int4_awq_128"), {"linear", "int4"}),
         (bundled(**EXPERTS, num_experts=8, num_experts_per_tok=2), {"linear", "cublas", "experts"}),
     ],

@@ -2,6 +2,8 @@
 """Tuned numbers: the files, what is chosen by them, and devices without one."""
 
 import hashlib
+import re
+from itertools import product
 
 import msgspec
 import pytest
@@ -10,8 +12,8 @@ from msgspec.structs import replace
 
 from flashinfer_backend.attention import split
 from flashinfer_backend.core import tuned
-from flashinfer_backend.core.tuned import LAYER_ROLES, BlockTile, Entry, Tiling, Tuned, find, steps
-from flashinfer_backend.ops import cublas, device, gated_linear, tilings
+from flashinfer_backend.core.tuned import LAYER_ROLES, BlockTile, Entry, RowTile, Tiling, Tuned, find, steps
+from flashinfer_backend.ops import blocks_linear, cublas, cuda_module, device, gated_linear, tilings
 from tables import LLAMA_8B, entries, measured
 
 FILES = sorted(tuned.FOLDER.glob("*.json"))
@@ -113,6 +115,38 @@ def test_blocks_take_cublas_from_as_many_tokens_on_as_the_file_says(h200):
         assert tilings.choose_blocks("down", 1, 4096 + 64) == few
     fallback = tuned.fallback()
     assert all(find(fallback.blocks_fp8, role, tokens) for role in LAYER_ROLES for tokens in (1, 64, 4096))
+
+
+def test_the_cuda_kernel_of_blocks_takes_few_tokens_of_whole_tiles(h200):
+    tile = RowTile(4, 3)
+    with device.use(replace(h200, blocks_linear={"o": entries((16, tile), (32, None))})):
+        assert [tilings.choose_rows("o", tokens, 5120, 6144) for tokens in (1, 16, 17)] == [tile, tile, None]
+        assert tilings.choose_rows("down", 1, 5120, 6144) is None  # not in the table
+        assert tilings.choose_rows("o", 1, 5120 + 128, 6144) is None  # tiles of 256 rows
+        assert tilings.choose_rows("o", 1, 5120, 256) is None  # two blocks for three parts
+    for fields, said in (({"groups": 3}, "2 or 4, not 3"), ({"split": 9}, "1 to 8, not 9")):
+        with pytest.raises(ValueError, match=said):
+            RowTile(**fields)
+    for limit in (64, None):
+        with pytest.raises(ValueError, match="for at most 32 tokens"):
+            replace(h200, blocks_linear={"o": entries((limit, tile))})
+
+
+def test_the_cuda_kernel_of_blocks_has_the_tiles_that_numbers_can_name():
+    listed = re.findall(r"TILE\((\d+), (\d+)\)", (cuda_module.CUDA / "blocks_linear.cu").read_text())
+    assert sorted((int(a), int(b)) for a, b in listed) == sorted(product(blocks_linear.TOKENS, (2, 4)))
+
+
+def test_a_modules_name_depends_on_what_its_source_includes(tmp_path, monkeypatch):
+    """And not on other files: what was compiled for those stays."""
+    files = {
+        "a.cu": '#include "a_kernel.cuh"\n#include <cuda.h>\n',
+        "a_kernel.cuh": '#include "shared.cuh"\n#include "a.cu"\n',
+    }
+    for name, text in {**files, "shared.cuh": "1", "other.cuh": "2"}.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(cuda_module, "CUDA", tmp_path)
+    assert list(cuda_module._texts(tmp_path / "a.cu", set())) == [*files.values(), "1"]
 
 
 def test_a_tiling_that_does_not_fit_is_left_out(h200):

@@ -7,9 +7,9 @@ it, and what comes before, norm and quantising, if the tiling says so. Else, wit
 weight, cuBLAS multiplies elements without scales, and those are applied with what follows the product anyway:
 residual, activation. Its own scales of tokens and rows were no faster than bfloat16 for few tokens, and save
 a pass over the result for many where nothing follows (measured: docs/formats.md). Weights with blocks have a
-Triton kernel of their own, and from as many tokens on as the device's file says, cuBLAS applies scales of
-groups and blocks. Between the two products of an MLP with such weights, the activation is quantised as it is
-computed.
+Triton kernel of their own and, for up to 32 tokens, a CUDA kernel (blocks_linear.py), where the device's file
+has tiles for it; from as many tokens on as that says, cuBLAS applies scales of groups and blocks. Between the
+two products of an MLP with such weights, the activation is quantised as it is computed.
 
 No call waits for the device or depends on values there, so all of it can be captured.
 """
@@ -23,8 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashinfer_backend.ops import device, fp8, gated_linear, triton_fp8
-from flashinfer_backend.ops.tilings import choose, choose_blocks
+from flashinfer_backend.core.tuned import RowTile
+from flashinfer_backend.ops import blocks_linear, device, fp8, gated_linear, triton_fp8
+from flashinfer_backend.ops.tilings import choose, choose_blocks, choose_rows
 from flashinfer_backend.ops.triton_fp8 import Norm, Quantised
 from flashinfer_backend.ops.triton_linear import linear
 from flashinfer_backend.ops.weight import Fp8Block, Fp8Static, Weight
@@ -57,6 +58,11 @@ def product(
             x = flashinfer.rmsnorm(x, *norm, enable_pdl=True)
         results = [_scaled(x, weight, *part) for part in parts]
         return triton_fp8.finish(torch.cat(results, dim=-1), None, None, bias, residual, gated)
+    if by_blocks and (tile := _row_tile(weight, len(x))) is not None:
+        elements, scales = quantised or triton_fp8.quantise_groups(x, norm)
+        return blocks_linear.blocks_linear(
+            elements, scales, weight.data, weight.scale, len(x), tile, bias, residual, gated
+        )
     tiling = choose(weight.role, len(x), weight.data, by_blocks)
     if tiling is not None and tiling.quantise and parts[0][1] is None:
         return linear(
@@ -104,11 +110,18 @@ def mlp(
     scales are all that is stored of it: the same numbers as by two products. None where other kernels take
     these."""
     both = isinstance(gate_up.format, Fp8Block) and isinstance(down.format, Fp8Block)
-    if not both or any(choose(each.role, len(x), each.data, True) for each in (gate_up, down)):
+    if not both or any(
+        _row_tile(each, len(x)) or choose(each.role, len(x), each.data, True) for each in (gate_up, down)
+    ):
         return None
     product = _by_blocks(*triton_fp8.quantise_groups(x, norm), gate_up, len(x))
     product = _by_blocks(*triton_fp8.finish_quantised(product), down, len(x))
     return _finished(product, bias, residual)
+
+
+def _row_tile(weight: Weight, tokens: int) -> RowTile | None:
+    tile = choose_rows(weight.role, tokens, *weight.data.shape)
+    return tile if tile is not None and blocks_linear.takes(weight.data) else None
 
 
 def _finished(result: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool = False) -> Tensor:

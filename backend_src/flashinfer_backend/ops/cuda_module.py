@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,23 @@ def spec(kernel: str, variant: str, defines: Sequence[str]) -> Any:
     source. defines: NAME=VALUE of the compiler's."""
     from flashinfer.jit import gen_jit_spec
 
-    source, header = CUDA / f"{kernel}.cu", CUDA / f"{kernel}_kernel.cuh"
-    digest = hashlib.sha256(source.read_bytes() + header.read_bytes()).hexdigest()[:8]
+    source = CUDA / f"{kernel}.cu"
+    digest = hashlib.sha256("".join(_texts(source, set())).encode()).hexdigest()[:8]
     return gen_jit_spec(
         f"flashinfer_backend_{kernel}_{variant}_{digest}",
         [source],
         extra_cuda_cflags=["-gencode=arch=compute_90a,code=sm_90a", *(f"-D{define}" for define in defines)],
     )
+
+
+def _texts(file: Path, seen: set[Path]) -> Iterator[str]:
+    """The text of a file and, once each, of those of this folder that it includes."""
+    if file in seen or not file.exists():  # FlashInfer's and CUDA's own are elsewhere
+        return
+    seen.add(file)
+    yield (text := file.read_text(encoding="utf-8"))
+    for name in re.findall(r'^#include "([^"]+)"', text, re.MULTILINE):
+        yield from _texts(CUDA / name, seen)
 
 
 def load(build: Callable[[], Any], place: torch.device, instead: str) -> Any:

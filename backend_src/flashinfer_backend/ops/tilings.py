@@ -8,7 +8,7 @@ import math
 import msgspec
 from torch import Tensor
 
-from flashinfer_backend.core.tuned import GATED, BlockTile, Int4Tile, Role, Tiling, find, steps
+from flashinfer_backend.core.tuned import GATED, BlockTile, Int4Tile, Role, RowTile, Tiling, find, steps
 from flashinfer_backend.ops import device, fp8
 from flashinfer_backend.ops.int4 import BLOCK
 
@@ -53,6 +53,14 @@ def _choose_adapted(role: Role, tokens: int, rows: int, inner: int) -> Tiling | 
         split, early = 1 if enough else tiling.split, tiling.early and role == GATED
         tiling = msgspec.structs.replace(tiling, split=split, early=early)
     return tiling if tiling.fits(shape, role == GATED, tokens) else None
+
+
+@device.cached
+def choose_rows(role: Role, tokens: int, rows: int, inner: int) -> RowTile | None:
+    """The CUDA kernel's tile for a weight [rows, inner] of 128x128 blocks, or None where another kernel is
+    faster, or the shape does not fit."""
+    tile = find(device.active().blocks_linear, role, tokens, (rows, inner))
+    return tile if tile and tile.fits((rows, inner)) else None
 
 
 @device.cached

@@ -17,6 +17,7 @@ from flashinfer_backend.core.tuned import (
     ExpertTile,
     Int4Tile,
     Role,
+    RowTile,
     Scales,
     Shape,
     Tiling,
@@ -35,6 +36,7 @@ FULL: Sizes = {
     "linear": (1, 8, 16, 32, 64, 128, 256),
     "linear_fp8": (1, 8, 16, 32, 64, 128, 256),
     "linear_blocks": (1, 8, 16, 32, 64),
+    "blocks_linear": (1, 8, 16, 32),
     "blocks_fp8": (1, 16, 32, 64, 128, 256, 512, 1024, 4096),
     "int4": (1, 8, 16, 32, 48, 64, 128, 256),
     "cublas": (64, *range(80, 513, 16), *range(544, 1025, 32)),
@@ -45,6 +47,7 @@ QUICK: Sizes = {
     "linear": (8, 64),
     "linear_fp8": (8, 64),
     "linear_blocks": (8, 64),
+    "blocks_linear": (8, 32),
     "blocks_fp8": (16, 64, 1024),
     "int4": (8, 64),
     "cublas": (64, 80, 96, 128, 192, 256, 384, 512, 1024),
@@ -108,7 +111,12 @@ def _of_product(product: Product, sizes: Sizes, numbers: Tuned | None) -> list[C
             f"{name}, blocks", "blocks_fp8", role, None, sizes["blocks_fp8"],
             lambda tokens: block_tiles(shape, tokens, sizes["blocks_fp8"][0]), whole=True,
         )  # fmt: skip
-        return [tiles, linear]
+        # Last, as the table that is looked at first.
+        rows = Case(
+            f"{name}, CUDA", "blocks_linear", role, shape, sizes["blocks_linear"],
+            lambda tokens: [None, *row_tiles(shape, product.gated)], other="another kernel",
+        )  # fmt: skip
+        return [tiles, linear, rows]
     if table == "linear_fp8" or role not in BY_CUBLAS:
         return [linear]
     first, *_ = sizes["cublas"]
@@ -209,6 +217,17 @@ def block_tiles(shape: Shape, tokens: int, smallest: int = 1) -> list[BlockTile 
         # At most 64 sums, and at least 8, in the registers of a thread.
         forms = [form for form in forms if 256 <= rows * size // form[1] <= 2048]
         found += [BlockTile(size, rows, split, *form) for split in splits for form in forms]
+    return found
+
+
+def row_tiles(shape: Shape, gated: bool) -> list[RowTile]:
+    """Tiles of the CUDA kernel with which at least half of the SMs read weights, and splits for two blocks an
+    SM at most. A gated product has tiles enough without."""
+    found = []
+    for groups, split in itertools.product((2, 4), (1,) if gated else (1, 2, 3, 4, 6, 8)):
+        tile, blocks = RowTile(groups, split), shape[0] // (64 * groups) * split
+        if tile.fits(shape) and blocks >= SMS // 2 and (split == 1 or blocks <= 2 * SMS):
+            found.append(tile)
     return found
 
 

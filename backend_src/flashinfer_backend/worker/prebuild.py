@@ -35,6 +35,7 @@ from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.parent import end_with_parent
 from flashinfer_backend.core.progress import telling
 from flashinfer_backend.models.spec import ModelSpec
+from flashinfer_backend.ops import device
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ Kind = str  # fa2 and fa3 are followed by options: fa2_window_cap, fa2_alibi
 # By how long a file of a module takes (290 to 3 s): what takes longest begins first.
 LONGEST_FIRST = (
     "all_reduce", "fa3", "sampling", "gated_linear", "int4_linear", "norm", "gated_linear_fp8", "fa2",
-    "silu", "gelu_tanh", "xqa",
+    "blocks_linear", "silu", "gelu_tanh", "xqa",
 )  # fmt: skip
 ACTIVATIONS: tuple[Kind, ...] = ("silu", "gelu_tanh")  # with modules of their own
 FILE_MEMORY = 2 << 30  # bytes that compiling one file may take
@@ -88,6 +89,9 @@ def needed(
             kinds.add("gated_linear_fp8")
     if capability == (9, 0) and _int4_format(model):
         kinds.add("int4_linear")
+    blocks = any(product.format.startswith("fp8_block") for product in model.products if not product.experts)
+    if capability == (9, 0) and blocks and device.active().blocks_linear:
+        kinds.add("blocks_linear")
     if config.attention_backend == "xqa":
         kinds.add("xqa")
     if config.tensor_parallel_size > 1:
@@ -231,6 +235,10 @@ def _spec(kind: Kind, model: ModelSpec, config: EngineConfig, dtype: torch.dtype
         from flashinfer_backend.ops import gated_linear
 
         return gated_linear.spec(dtype if kind == "gated_linear" else torch.float8_e4m3fn)
+    if kind == "blocks_linear":
+        from flashinfer_backend.ops import blocks_linear
+
+        return blocks_linear.spec()
     if kind == "int4_linear":
         from flashinfer_backend.ops import int4_linear
         from flashinfer_backend.ops.weight import FORMATS, Int4

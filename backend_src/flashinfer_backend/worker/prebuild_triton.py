@@ -217,7 +217,7 @@ def token_counts(model: ModelSpec) -> list[int]:
     tokens of every entry, and one more."""
     numbers = device.active()
     tables: list[Table[Any]] = [numbers.linear, numbers.linear_adapted, numbers.linear_fp8]
-    tables += [numbers.linear_blocks, numbers.blocks_fp8]
+    tables += [numbers.linear_blocks, numbers.blocks_linear, numbers.blocks_fp8]
     limits = {limit for table in tables for limit in _limits(table)}
     if (mlp := model.experts) is not None:  # whose limits are of an expert's tokens
         each = _limits(numbers.experts)

@@ -24,6 +24,7 @@ FALLBACK = "fallback"
 PARTIAL_SUMS = 16 << 20  # float32 sums of a split product's parts, at most
 SPLIT_BLOCKS = 4096  # output blocks of a split product, at most
 LARGEST_CLUSTER = 8  # blocks that every Hopper GPU runs together
+MOST_ROW_TOKENS = 32  # of ops.blocks_linear
 LINE = 150  # characters of a line in a file, at most, where values share one
 SHORT = 24  # characters of an item in a list, up to which items share lines
 
@@ -98,6 +99,28 @@ class BlockTile(_Data, frozen=True, omit_defaults=True):
     split: int = 1
     stages: int = 4
     warps: int = 4
+
+
+class RowTile(_Data, frozen=True, omit_defaults=True):
+    """How ops.blocks_linear cuts up one product.
+
+    groups: of 64 rows of the weight, which a block of threads multiplies at a time; 2 or 4. split: blocks of
+    a cluster, 1 to 8, which share the inner dimension of a tile.
+    """
+
+    groups: int = 2
+    split: int = 1
+
+    def __post_init__(self) -> None:
+        if self.groups not in (2, 4):
+            raise ValueError(f"groups of a tile should be 2 or 4, not {self.groups}")
+        if not 1 <= self.split <= LARGEST_CLUSTER:
+            raise ValueError(f"split of a tile should be 1 to {LARGEST_CLUSTER}, not {self.split}")
+
+    def fits(self, shape: Shape) -> bool:
+        """Whether weight[N, K] divides into such tiles."""
+        rows, inner = shape
+        return rows % (64 * self.groups) == 0 and inner % 128 == 0 and self.split * 128 <= inner
 
 
 class Int4Tile(_Data, frozen=True):
@@ -280,6 +303,8 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
     ops.tilings' rule.
     linear_fp8: the same of e4m3 with scales by row, whose norm is part of those that quantise.
     linear_blocks: the same of e4m3 with 128x128 blocks, of which `inner` is one and `rows` a part.
+    blocks_linear: the same by a CUDA kernel, for up to MOST_ROW_TOKENS tokens. What it leaves, linear_blocks
+    has.
     blocks_fp8: what linear_blocks leaves. The last tile also takes the weights that cuBLAS cannot.
     int4: products with weights of 4 bits; the others are written out in 16. A shape without steps takes
     ops.tilings' rule.
@@ -307,6 +332,7 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
     linear_adapted: Table[Tiling] = {}
     linear_fp8: Table[Tiling] = {}
     linear_blocks: Table[Tiling] = {}
+    blocks_linear: Table[RowTile] = {}
     fp8_scaled_by_cublas: int | None = None
     fp8_gated_linear: GatedLinear | None = None
     int4: Table[Int4Tile] = {}
@@ -317,6 +343,7 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
             ("linear_adapted", ROLES, False),
             ("linear_fp8", ROLES, False),
             ("linear_blocks", LAYER_ROLES, False),
+            ("blocks_linear", LAYER_ROLES, False),
             ("blocks_fp8", LAYER_ROLES, True),
             ("int4", LAYER_ROLES, False),
             ("cublas", ("16 bits",), False),
@@ -324,6 +351,10 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
             ("decode_attention", get_args(Cache), True),
         ):
             _check_table(name, getattr(self, name), keys, whole)
+        of_rows = [entry for entries in self.blocks_linear.values() for entry in entries]
+        for limit, tile in (step for entry in of_rows for step in entry.steps):
+            if tile is not None and (limit is None or limit > MOST_ROW_TOKENS):
+                raise ValueError(f"tiles of blocks_linear should be for at most {MOST_ROW_TOKENS} tokens")
         of_blocks = [entry for entries in self.linear_blocks.values() for entry in entries]
         for tiling in (tiling for entry in of_blocks for _, tiling in entry.steps if tiling is not None):
             if tiling.inner != 128 or tiling.rows > 128:

@@ -4,29 +4,12 @@
 #include <algorithm>
 
 #include "gated_linear_kernel.cuh"
-#include "tvm_ffi_utils.h"
+#include "hopper_launch.cuh"
 
 namespace {
 
 constexpr CUtensorMapDataType kOut = kHalf ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 constexpr CUtensorMapDataType kIn = kFp8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : kOut;
-
-CUtensorMap tensor_map(CUtensorMapDataType type, TensorView const& tensor, int rank, uint64_t const* dims, uint64_t const* strides,
-                       uint32_t const* box, CUtensorMapSwizzle swizzle) {
-  static auto const encode = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
-    TVM_FFI_ICHECK(function != nullptr) << "the CUDA driver has no cuTensorMapEncodeTiled";
-    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
-  }();
-  CUtensorMap map;
-  uint32_t const ones[4] = {1, 1, 1, 1};
-  CUresult result = encode(&map, type, rank, tensor.data_ptr(), dims, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                           swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  TVM_FFI_ICHECK(result == CUDA_SUCCESS) << "cuTensorMapEncodeTiled failed with code " << int(result);
-  return map;
-}
 
 struct Scales {
   float const *x = nullptr, *weight = nullptr;
@@ -48,18 +31,9 @@ template <int kTokens> void launch(TensorView out, TensorView x, TensorView weig
   using L = Layout<kTokens>;
   static cudaError_t const attribute = cudaFuncSetAttribute(
       gated_linear_kernel<kTokens>, cudaFuncAttributeMaxDynamicSharedMemorySize, L::kBytes);
-  TVM_FFI_ICHECK(attribute == cudaSuccess) << cudaGetErrorString(attribute);
-  cudaLaunchAttribute overlap;
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(std::min<int64_t>(sms, int64_t(p.row_tiles) * p.token_tiles));
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = L::kBytes;
-  config.stream = get_stream(x.device());
-  config.attrs = &overlap, config.numAttrs = 1;
-  cudaError_t error = cudaLaunchKernelEx(&config, gated_linear_kernel<kTokens>, p);
-  TVM_FFI_ICHECK(error == cudaSuccess) << cudaGetErrorString(error);
+  check(attribute);
+  Launch<Params> launch(gated_linear_kernel<kTokens>, kThreads, L::kBytes, 1, get_stream(x.device()));
+  launch.start(std::min<int64_t>(sms, int64_t(p.row_tiles) * p.token_tiles), p);
 }
 
 void run(TensorView out, TensorView x, TensorView weight, Scales scales, int64_t tile, int64_t sms) {

@@ -9,19 +9,7 @@
 // while the next tile is multiplied. -DGATED_LINEAR_TYPE names the element type of x and weight.
 #pragma once
 
-#ifndef CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
-#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
-#endif
-#include <cuda.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_fp8.h>
-
-#include <cstdint>
-#include <cute/arch/mma_sm90_gmma.hpp>
-#include <cute/arch/mma_sm90_gmma_ext.hpp>
-#include <type_traits>
-#include <utility>
+#include "hopper.cuh"
 
 namespace {
 
@@ -36,7 +24,6 @@ constexpr int kThreads = 384;   // two warpgroups that multiply, one that loads
 constexpr int kShared = 232448; // bytes of shared memory that a block may have
 constexpr int kGroup = 8;       // token tiles that pass over the weights together, for the L2 cache
 
-namespace gmma = cute::SM90::GMMA;
 template <int kTokens> struct Product;
 #define PRODUCT(N)                                                                                          \
   template <> struct Product<N> {                                                                           \
@@ -47,58 +34,10 @@ template <int kTokens> struct Product;
 PRODUCT(64) PRODUCT(80) PRODUCT(96) PRODUCT(112) PRODUCT(128) PRODUCT(144) PRODUCT(160)
 PRODUCT(176) PRODUCT(192) PRODUCT(208) PRODUCT(224) PRODUCT(240) PRODUCT(256)
 
-__device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
-}
-__device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(uint32_t barrier, int phase) {
-  asm volatile(
-      "{\n.reg .pred done;\nagain:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra finished;\nbra again;\nfinished:\n}" ::"r"(barrier), "r"(phase)
-      : "memory");
-}
-__device__ __forceinline__ void group_barrier(int warpgroup) {
-  asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
-}
-// Dimensions of the maps: column, token; and column, row of 8, gate or up, eight rows.
-__device__ __forceinline__ void load_x(uint32_t to, CUtensorMap const* map, uint32_t barrier, int column, int token) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(to),
-      "l"(map), "r"(barrier), "r"(column), "r"(token)
-      : "memory");
-}
-__device__ __forceinline__ void load_weight(uint32_t to, CUtensorMap const* map, uint32_t barrier, int column, int eight) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%3, %5, %5, %4}], [%2];" ::"r"(to), "l"(map), "r"(barrier), "r"(column), "r"(eight), "r"(0)
-      : "memory");
-}
-__device__ __forceinline__ void store_out(CUtensorMap const* map, uint32_t from, int column, int token) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(column),
-               "r"(token), "r"(from)
-               : "memory");
-}
-// Shared-memory descriptor of a K-major operand in 128-byte swizzle: 8-row groups are 1024 bytes apart.
-__device__ __forceinline__ uint64_t operand(uint32_t address) {
-  return uint64_t((address & 0x3FFFF) >> 4) | uint64_t(1) << 16 | uint64_t(64) << 32 | uint64_t(1) << 62;
-}
-template <typename Op, size_t... I>
-__device__ __forceinline__ void multiply(uint64_t a, uint64_t b, float* sums, bool add, std::index_sequence<I...>) {
-  Op::fma(a, b, sums[I]..., add ? gmma::ScaleOut::One : gmma::ScaleOut::Zero);
-}
-// silu(g) * u. For bfloat16 as g / 2 + g / 2 * tanh(g / 2), one special-function instruction, whose error is at most a
-// fifth of what rounding the results adds. float16 rounds finer, so there two instructions.
+// silu(g) * u. float16 rounds finer than silu is, so there two special-function instructions.
 __device__ __forceinline__ float gated(float gate, float up) {
   if constexpr (!kHalf) {
-    float half = 0.5f * gate, t;
-    asm("tanh.approx.f32 %0, %1;" : "=f"(t) : "f"(half));
-    return fmaf(half, t, half) * up;
+    return silu(gate) * up;
   } else {
     return __fdividef(gate, 1.0f + __expf(-gate)) * up;
   }
@@ -202,7 +141,7 @@ __global__ void __launch_bounds__(kThreads, 1) gated_linear_kernel(__grid_consta
     int early = min(L::kStages, p.steps), row, token;
     auto weight = [&](int step) {
       barrier_expect(full + 8 * slot, L::kStageBytes);
-      load_weight(stages + slot * L::kStageBytes, &p.weight, full + 8 * slot, step * kInner, row * (kRows / 16));
+      load_pairs(stages + slot * L::kStageBytes, &p.weight, full + 8 * slot, step * kInner, row * (kRows / 16));
     };
     position(p, blockIdx.x, row, token);
     for (slot = 0; slot < early; ++slot) weight(slot);
@@ -215,7 +154,7 @@ __global__ void __launch_bounds__(kThreads, 1) gated_linear_kernel(__grid_consta
           barrier_wait(empty + 8 * slot, phase ^ 1);
           weight(step);
         }
-        load_x(stages + slot * L::kStageBytes + L::kWeightBytes, &p.x, full + 8 * slot, step * kInner, token * kTokens);
+        load(stages + slot * L::kStageBytes + L::kWeightBytes, &p.x, full + 8 * slot, step * kInner, token * kTokens);
         if (++slot == L::kStages) slot = 0, phase ^= 1;
       }
     }
@@ -257,7 +196,7 @@ __global__ void __launch_bounds__(kThreads, 1) gated_linear_kernel(__grid_consta
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
       group_barrier(warpgroup);
       if (thread == 0) {
-        store_out(&p.out, out, column, token * kTokens);
+        store(&p.out, out, column, token * kTokens);
         asm volatile("cp.async.bulk.commit_group;" ::: "memory");
       }
     }
