@@ -50,14 +50,6 @@ def test_modules_follow_from_checkpoint_knobs_and_gpu():
     assert kinds(model=odd) == common | {"fa3"}
     assert kinds(model=MODEL.quantised_on_load()) == common | {"fa3", "gated_linear_fp8"}
     int4 = MODEL.with_format("int4_awq_128")
-    blocks = MODEL.with_format("fp8_block")
-    assert kinds(model=blocks) == common | {"fa3"}
-    with device.use(msgspec.structs.replace(tuned.fallback(), blocks_linear={"o": entries((8, RowTile()))})):
-        assert kinds(model=blocks) == common | {"fa3", "blocks_linear"} and kinds() == common | {
-            "fa3",
-            "gated_linear",
-        }
-        assert kinds((10, 0), model=blocks) == common
     assert kinds(model=int4) == common | {"fa3", "int4_linear"} and kinds((10, 0), model=int4) == common
     experts = bundled(**EXPERTS, num_experts=8, num_experts_per_tok=2)
     assert kinds(model=experts) == kinds(model=experts.quantised_on_load()) == {*common, "fa3"} - {"silu"}
@@ -90,6 +82,26 @@ def test_windows_and_soft_caps_have_modules_of_their_own():
     assert "gelu_tanh" in capped and "silu" not in capped
     varied = kinds(model=changed(variant="alibi"))  # the other layers share its plans
     assert {kind for kind in varied if kind.startswith("fa")} == {"fa2", "fa2_alibi"}
+
+
+def test_the_kernel_of_blocks_is_compiled_where_numbers_name_its_tiles(monkeypatch):
+    """Without a GPU, those of the device whose numbers others with its processor take."""
+    blocks, named = (
+        MODEL.with_format("fp8_block"),
+        msgspec.structs.replace(tuned.fallback(), blocks_linear={"o": entries((8, RowTile()))}),
+    )
+    assert "blocks_linear" not in kinds(model=blocks)
+    for numbers, needed in (
+        (named, True),
+        (msgspec.structs.replace(named, blocks_linear={"o": entries((8, None))}), False),
+    ):
+        monkeypatch.setattr(tuned, "load", {device.LIKE: numbers}.get)
+        assert ("blocks_linear" in kinds(model=blocks)) == needed
+    monkeypatch.setattr(tuned, "load", {device.LIKE: named}.get)
+    assert "blocks_linear" not in kinds() | kinds((10, 0), model=blocks)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with device.use(tuned.fallback()):
+        assert "blocks_linear" not in kinds(model=blocks)
 
 
 def test_the_libraries_depend_on_flags_but_not_on_where_files_are_found():

@@ -28,14 +28,15 @@ _LARGEST, _SMALLEST_PEAK = tl.constexpr(LARGEST), tl.constexpr(SMALLEST_PEAK)
 def to_e4m3(x, scale, NATIVE: tl.constexpr):
     """ops.fp8.to_e4m3 of a block in float32."""
     if NATIVE:
-        # The steps by which a GPU divides ordinary numbers, without its branch for others: elements that are
-        # divided with it wait for one another. So infinities are none here.
+        # The steps by which a GPU divides ordinary numbers, without its branch for others: with it, elements
+        # wait for one another. By -x / scale, so that a zero keeps its sign. Infinite elements are bounded
+        # first: these steps would make them NaN.
         bound = 2.0 * _LARGEST * scale
         x = tl.minimum(tl.maximum(x, -bound), bound)
-        inverse = tl.div_rn(1.0, scale)
-        scaled = x * inverse
-        scaled = tl.fma(tl.fma(-scaled, scale, x), inverse, scaled)
-        scaled = tl.fma(tl.fma(-scaled, scale, x), inverse, scaled)
+        negative = tl.div_rn(-1.0, scale)
+        scaled = x * negative
+        scaled = tl.fma(tl.fma(scaled, scale, x), negative, scaled)
+        scaled = -1.0 * tl.fma(tl.fma(scaled, scale, x), negative, scaled)
     else:  # the interpreter rounds a product before it adds
         scaled = tl.div_rn(x, scale)
     return tl.minimum(tl.maximum(scaled, -_LARGEST), _LARGEST).to(tl.float8e4nv)

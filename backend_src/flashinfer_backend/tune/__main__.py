@@ -21,9 +21,10 @@ from flashinfer_backend.core import tuned
 from flashinfer_backend.core.arguments import program, require_cuda, some_seconds, whole
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.shard import Shard
-from flashinfer_backend.core.tuned import Tuned
+from flashinfer_backend.core.tuned import MOST_ROW_TOKENS, Tuned
 from flashinfer_backend.models.hf import read_spec
 from flashinfer_backend.models.spec import ModelSpec
+from flashinfer_backend.ops import blocks_linear
 from flashinfer_backend.tune import cases as kernels
 from flashinfer_backend.tune.search import Bench, Case, Plan, changes, search
 
@@ -81,6 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         base = starting_point(options.output, torch.cuda.get_device_name())
         cases, plan = make_plan(options, spec, steps, base)
         bench = make_bench(options, spec)
+        if blocks_linear.module(torch.device("cuda", torch.cuda.current_device())) is None:
+            cases = [case for case in cases if case.table != "blocks_linear"]
     except (OSError, ValueError) as error:
         parser.error(str(error))
     tune(base, cases, bench, plan, options.output, with_what(options.model, spec))
@@ -117,6 +120,7 @@ def sizes_of(options: argparse.Namespace) -> kernels.Sizes:
     if options.decode_attention:
         raise ValueError("--tokens is for products: of attention the last size stands for all more")
     tilings = dict.fromkeys(("linear", "linear_fp8", "linear_blocks", "int4"), options.tokens)
+    tilings["blocks_linear"] = tuple(each for each in options.tokens if each <= MOST_ROW_TOKENS)
     # Of these the last size stands for all more.
     return sizes | tilings | {"blocks_fp8": (), "experts": ()}
 

@@ -114,7 +114,7 @@ def _of_product(product: Product, sizes: Sizes, numbers: Tuned | None) -> list[C
         # Last, as the table that is looked at first.
         rows = Case(
             f"{name}, CUDA", "blocks_linear", role, shape, sizes["blocks_linear"],
-            lambda tokens: [None, *row_tiles(shape, product.gated)], other="another kernel",
+            lambda tokens: [None, *row_tiles(shape)], other="another kernel",
         )  # fmt: skip
         return [tiles, linear, rows]
     if table == "linear_fp8" or role not in BY_CUBLAS:
@@ -220,13 +220,13 @@ def block_tiles(shape: Shape, tokens: int, smallest: int = 1) -> list[BlockTile 
     return found
 
 
-def row_tiles(shape: Shape, gated: bool) -> list[RowTile]:
-    """Tiles of the CUDA kernel with which at least half of the SMs read weights, and splits for two blocks an
-    SM at most. A gated product has tiles enough without."""
+def row_tiles(shape: Shape) -> list[RowTile]:
+    """Tiles of the CUDA kernel with which at least two fifths of the SMs read weights, and splits for two
+    blocks an SM at most."""
     found = []
-    for groups, split in itertools.product((2, 4), (1,) if gated else (1, 2, 3, 4, 6, 8)):
+    for groups, split in itertools.product((2, 4), (1, 2, 3, 4, 6, 8)):
         tile, blocks = RowTile(groups, split), shape[0] // (64 * groups) * split
-        if tile.fits(shape) and blocks >= SMS // 2 and (split == 1 or blocks <= 2 * SMS):
+        if tile.fits(shape) and blocks >= SMS * 2 // 5 and (split == 1 or blocks <= 2 * SMS):
             found.append(tile)
     return found
 

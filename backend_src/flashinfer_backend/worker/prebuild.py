@@ -26,11 +26,13 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from flashinfer_backend.core import tuned
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.parent import end_with_parent
 from flashinfer_backend.core.progress import telling
@@ -90,13 +92,21 @@ def needed(
     if capability == (9, 0) and _int4_format(model):
         kinds.add("int4_linear")
     blocks = any(product.format.startswith("fp8_block") for product in model.products if not product.experts)
-    if capability == (9, 0) and blocks and device.active().blocks_linear:
+    if capability == (9, 0) and blocks and _names_row_tiles():
         kinds.add("blocks_linear")
     if config.attention_backend == "xqa":
         kinds.add("xqa")
     if config.tensor_parallel_size > 1:
         kinds.add("all_reduce")
     return kinds
+
+
+def _names_row_tiles() -> bool:
+    """Whether the device's numbers, or without a GPU those that a Hopper GPU would have, name a tile of
+    ops.blocks_linear."""
+    numbers = device.active() if torch.cuda.is_available() else tuned.load(device.LIKE)
+    entries = chain.from_iterable(numbers.blocks_linear.values() if numbers else ())
+    return any(tile for entry in entries for _, tile in entry.steps)
 
 
 def needed_by(

@@ -104,7 +104,7 @@ class BlockTile(_Data, frozen=True, omit_defaults=True):
 class RowTile(_Data, frozen=True, omit_defaults=True):
     """How ops.blocks_linear cuts up one product.
 
-    groups: of 64 rows of the weight, which a block of threads multiplies at a time; 2 or 4. split: blocks of
+    groups: how many sets of 64 weight rows a block of threads multiplies at a time, 2 or 4. split: blocks of
     a cluster, 1 to 8, which share the inner dimension of a tile.
     """
 
@@ -303,8 +303,8 @@ class Tuned(_Data, frozen=True, omit_defaults=True):
     ops.tilings' rule.
     linear_fp8: the same of e4m3 with scales by row, whose norm is part of those that quantise.
     linear_blocks: the same of e4m3 with 128x128 blocks, of which `inner` is one and `rows` a part.
-    blocks_linear: the same by a CUDA kernel, for up to MOST_ROW_TOKENS tokens. What it leaves, linear_blocks
-    has.
+    blocks_linear: the same by a CUDA kernel, for up to MOST_ROW_TOKENS tokens. linear_blocks takes
+    the rest.
     blocks_fp8: what linear_blocks leaves. The last tile also takes the weights that cuBLAS cannot.
     int4: products with weights of 4 bits; the others are written out in 16. A shape without steps takes
     ops.tilings' rule.

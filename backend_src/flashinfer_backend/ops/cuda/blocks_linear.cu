@@ -33,6 +33,7 @@ void launch(Params& p, TensorView x, TensorView weight) {
   p.x = tensor_map(kBytes, x, 2, x_dims, x_strides, x_box, CU_TENSOR_MAP_SWIZZLE_128B);
   p.tiles = columns / ((kGated ? 32 : 64) * kGroups), p.stages = L::stages(p.split);
   auto kernel = blocks_linear_kernel<kTokens, kGroups, kGated>;
+  // Once: a process has one device.
   static cudaError_t const attribute = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
   check(attribute);
   Launch<Params> launch(kernel, L::kThreads, L::bytes(p.stages, p.split), p.split, get_stream(x.device()));
@@ -61,6 +62,10 @@ void blocks_linear(TensorView out, TensorView x, TensorView x_scales, TensorView
   p.x_scales = static_cast<float const*>(x_scales.data_ptr()), p.scales = static_cast<float const*>(scales.data_ptr());
   p.bias = elements(bias), p.residual = elements(residual);
   p.out = static_cast<nv_bfloat16*>(out.data_ptr());
+  TVM_FFI_ICHECK(p.tokens <= p.x_rows && x.size(0) == p.x_rows && p.x_rows % 4 == 0 && x.size(1) == weight.size(1) &&
+                 x_scales.size(0) == p.turns)
+      << p.tokens << " tokens of x [" << x.size(0) << ", " << x.size(1) << "] with scales for " << p.x_rows
+      << ": should be a multiple of 4, and as long as the weight's rows";
   TVM_FFI_ICHECK(p.tokens <= tokens && p.rows % ((gated ? 32 : 64) * groups) == 0 && weight.size(1) % kInner == 0 &&
                  split > 0 && split <= kMostSplit && split <= p.turns)
       << "no tile of " << tokens << " tokens and " << groups << " groups with a split of " << split << " for " << p.tokens

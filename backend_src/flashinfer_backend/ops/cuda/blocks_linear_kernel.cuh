@@ -2,7 +2,7 @@
 // out[T, N] = x @ weight^T of e4m3 on Hopper, for up to 32 tokens: x[T, K] has a scale for each group of 128 columns,
 // weight[N, K] one for each block of 128x128. Gated, with weight[2 I, K], it is silu(x @ gate^T) * (x @ up^T).
 //
-// Few tokens take as long as reading the weights does, so memory should never rest. One thread loads weights into a
+// Few tokens take as long as reading the weights does, so memory should always be busy. One thread loads weights into a
 // ring of stages, and begins before the previous kernel has ended; whole tiles leave nothing to add up behind the
 // loop. Where there are fewer tiles than SMs, the blocks of a cluster share a tile's columns and send each other their
 // sums, which are added in a fixed order. The weights are the left operand of the tensor cores, whose 64 rows so few
@@ -14,7 +14,7 @@
 namespace {
 
 constexpr int kInner = 128;          // columns of a turn: a row of the swizzle, a group of x, a block of weight
-constexpr int kShared = 215 * 1024;  // bytes of a block at most: kernels beside it need some, too
+constexpr int kShared = 215 * 1024;  // bytes of a block at most: the next kernel's blocks also need some
 constexpr int kMostStages = 12;
 
 template <int kTokens> struct Product;
@@ -34,7 +34,7 @@ struct Params {
   nv_bfloat16* out;
 };
 
-// kGroups: of four warps, each of which multiplies 64 rows of a tile. In shared memory, from 1024 on: stages of weights
+// kGroups: of four warps; each multiplies 64 rows of a tile. In shared memory, from 1024 on: stages of weights
 // and x, sums from the other blocks of the cluster, stages' scales of x, barriers.
 template <int kTokens, int kGroups> struct Layout {
   static constexpr int kWeightBytes = kGroups * 64 * kInner, kStageBytes = kWeightBytes + kTokens * kInner;

@@ -34,7 +34,7 @@ template <int kTokens> struct Product;
 PRODUCT(64) PRODUCT(80) PRODUCT(96) PRODUCT(112) PRODUCT(128) PRODUCT(144) PRODUCT(160)
 PRODUCT(176) PRODUCT(192) PRODUCT(208) PRODUCT(224) PRODUCT(240) PRODUCT(256)
 
-// silu(g) * u. float16 rounds finer than silu is, so there two special-function instructions.
+// silu(g) * u. float16 rounds finer than silu is, so it takes two special-function instructions.
 __device__ __forceinline__ float gated(float gate, float up) {
   if constexpr (!kHalf) {
     return silu(gate) * up;

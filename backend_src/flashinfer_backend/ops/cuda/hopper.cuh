@@ -48,6 +48,7 @@ __device__ __forceinline__ uint32_t remote(uint32_t address, int rank) {
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
   return there;
 }
+// Of the default scope: what this thread read is in its registers, and a release to the cluster would cost a fence.
 __device__ __forceinline__ void remote_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }

@@ -28,7 +28,7 @@ inline CUtensorMap tensor_map(CUtensorMapDataType type, TensorView const& tensor
   return map;
 }
 
-// Of a kernel that starts before the previous one has ended, by blocks in clusters of `size`.
+// Launches a kernel that starts before the previous one has ended, in clusters of `size` blocks.
 template <typename Params> class Launch {
  public:
   Launch(void (*kernel)(Params), int threads, int bytes, int size, cudaStream_t stream) : kernel_(kernel), size_(size) {
