@@ -139,6 +139,44 @@ def check_mlp(tokens: int, split: int) -> None:
         assert cuda_fp8.mlp(x, gate_up, down, norm, None, None) is None
 
 
+def check_row_tiles(tokens: int, gated: bool) -> None:
+    """What a product hands to the CUDA kernel for few tokens, for which plain torch stands in: that gives
+    what Triton's kernels do."""
+    from flashinfer_backend.core import tuned
+    from flashinfer_backend.core.tuned import Entry, RowTile
+    from flashinfer_backend.ops import blocks_linear, cuda_fp8, device
+    from flashinfer_backend.ops.weight import Weight
+
+    tile, calls = RowTile(2, 3), []
+
+    def kernel(elements, x_scales, weight, scales, tokens, own, bias, residual, gated):
+        calls.append(own)
+        wide = elements.float() * fp8.spread(x_scales, weight.shape[1])
+        product = (wide @ (weight.float() * fp8.spread(scales, weight.shape[1], len(weight))).T)[:tokens]
+        if gated:
+            gate, up = product.chunk(2, -1)
+            product = F.silu(gate) * up
+        return (product + (0 if bias is None else bias) + (0 if residual is None else residual)).bfloat16()
+
+    blocks_linear.takes, blocks_linear.blocks_linear = lambda weight: True, kernel
+    weight = Weight.empty("o", (512, 384), "fp8_block", torch.bfloat16, torch.device("cpu"))
+    weight.format.fill(weight, spread_out(512, 384))
+    x, norm = spread_out(tokens, 384).bfloat16(), cuda_fp8.Norm((torch.rand(384) + 0.5).bfloat16(), NORM)
+    columns = 256 if gated else 512
+    added = {"bias": torch.randn(columns).bfloat16(), "residual": torch.randn(tokens, columns).bfloat16()}
+    cases = [{"norm": norm}, added, {"quantised": cuda_fp8.triton_fp8.quantise_groups(x)}]
+    numbers = replace(tuned.fallback(), linear_blocks={})
+    with device.use(numbers):
+        expected = [cuda_fp8.product(x, weight, gated=gated, **case) for case in cases]
+        assert not calls
+    with device.use(replace(numbers, blocks_linear={"o": (Entry(None, ((tokens, tile),)),)})):
+        found = [cuda_fp8.product(x, weight, gated=gated, **case) for case in cases]
+        assert cuda_fp8.mlp(x, weight, weight, norm, None, None) is None
+    assert calls == [tile] * 3
+    for own, triton in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, triton, rtol=2e-2, atol=2e-2 * float(triton.abs().max()))
+
+
 def as_cublas_does(x, weight, x_scales, x_kind, scales, kind, output_dtype) -> torch.Tensor:
     """From the numbers in memory: https://docs.nvidia.com/cuda/cublas/#scaling-factors-layouts. Of x, M is
     padded to a multiple of 4, and the scales of a group of 128 columns are M neighbours; of the weight, those
@@ -205,3 +243,5 @@ if __name__ == "__main__":
     F.scaled_mm = as_cublas_does
     for by_cublas in BY_CUBLAS:
         check_cublas(*by_cublas)
+    for rows in ((1, True), (5, False)):
+        check_row_tiles(*rows)
