@@ -5,11 +5,13 @@ import asyncio
 import contextlib
 import itertools
 import json
+import select
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +19,8 @@ import uvicorn
 import uvloop
 from starlette.requests import Request
 
-from flashinfer_backend.core.bounds import MOST_PIPELINED
-from flashinfer_backend.openai.app import MANY_BODIES, Bodies
+from flashinfer_backend.core.bounds import MOST_CHUNKS, MOST_HEADERS, MOST_METRICS, MOST_PIPELINED
+from flashinfer_backend.openai.app import MANY_BODIES, Bodies, _of_state
 from flashinfer_backend.openai.connection import (
     CONNECTION,
     MOST_HEADER_BYTES,
@@ -409,6 +411,91 @@ def test_endless_headers_are_refused() -> None:
             sock.sendall(b"%x;x=%s\r\n%s\r\n" % (size, b"y" * 60_000, b"z" * size))
         sock.sendall(b"0\r\nx: y\r\n\r\n")
         assert sock.recv(4096).startswith(b"HTTP/1.1 200 "), "a chunk begins anew"
+
+
+def test_many_headers_and_small_chunks_are_refused() -> None:
+    """Within their bytes, each is a call of Python's, and the process does nothing else meanwhile."""
+    begun, fields = WHOLE.partition(b"\r\n")[0] + b"\r\n", b"a: b\r\n" * (MOST_HEADERS - 2)
+    rest = WHOLE[len(begun) :]  # with two headers
+    chunked = b"POST /echo HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    trailers = b"0\r\n" + fields + b"\r\n"
+    small, larger = (b"%x\r\n%s\r\n" % (size, b"x" * size) for size in (1, 16))
+    for data, status in (
+        (begun + fields + rest, 200),
+        (begun + fields + b"a: b\r\n" + rest, 431),
+        (chunked + trailers, 200),
+        (chunked + b"0\r\na: b\r\n" + trailers[3:], 431),
+        (chunked + small * (MOST_CHUNKS - 1) + b"0\r\n\r\n", 200),
+        (chunked + small * (4 * MOST_CHUNKS) + b"0\r\n\r\n", 400),
+        (chunked + larger * (4 * MOST_CHUNKS) + b"0\r\n\r\n", 200),
+    ):
+        with running() as server, server.connect(data) as sock:
+            assert sock.recv(4096).startswith(b"HTTP/1.1 %d " % status)
+            assert server.errors == [status] * (status != 200)
+
+
+@pytest.mark.parametrize("size", [7, 1 << 14])
+def test_what_arrives_waits_its_turn_where_the_process_is_busy(
+    monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """In parts, and with all that may come behind it: further requests, the end, nonsense."""
+    monkeypatch.setattr("flashinfer_backend.openai.connection.READ_S", 0.0)
+    monkeypatch.setattr("flashinfer_backend.openai.connection.READ_BYTES", size)
+    body = bytes(range(256)) * 300
+    head = b"POST /echo HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n"
+    chunks = b"".join(
+        b"%x\r\n%s\r\n" % (len(body) // 300, body[at : at + 256]) for at in range(0, len(body), 256)
+    )
+    with running() as server:
+        for data in (
+            head + b"content-length: %d\r\n\r\n%s" % (len(body), body),
+            head + b"transfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n",
+        ):
+            with server.connect(data) as sock:
+                sock.shutdown(socket.SHUT_WR)
+                assert answer(sock).removesuffix(b"\r\n0\r\n\r\n").endswith(body)
+        with server.connect(WHOLE * 3) as sock:
+            sock.shutdown(socket.SHUT_WR)
+            assert answer(sock).count(b"done") == 3
+        with server.connect(WHOLE + b"nonsense\r\n\r\n") as sock:
+            wait_for(lambda: server.errors == [400])
+        left = server.connect(head + b"content-length: %d\r\n\r\n%s" % (1 << 20, body))
+        left.close()  # amid what was not parsed
+        wait_for(lambda: not server.server.server_state.connections)
+
+
+def test_clients_that_send_much_let_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashinfer_backend.openai.connection.READ_S", 0.0)
+    monkeypatch.setattr("flashinfer_backend.openai.connection.READ_BYTES", 256)
+    head = b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (8 << 20)
+    with running() as server, server.connect(head) as much:
+        sender = threading.Thread(target=much.sendall, args=(bytes(8 << 20),), daemon=True)
+        sender.start()
+        for _ in range(3):
+            with server.connect(WHOLE) as sock:
+                assert sock.recv(4096).startswith(b"HTTP/1.1 200 ")
+        assert select.select([much], [], [], 0)[0] == []  # its body is not whole yet
+        assert much.recv(4096).startswith(b"HTTP/1.1 200 ")
+        sender.join()
+
+
+def test_pages_of_metrics_are_made_so_often_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take the process's time; who asks more often gets the last one."""
+    now, pages = 100.0, itertools.count(1)
+    monkeypatch.setattr("flashinfer_backend.openai.app.time.monotonic", lambda: now)
+    served: Any = SimpleNamespace(
+        name="model", adapters=None, link=SimpleNamespace(engines=SimpleNamespace(statuses=[])),
+        model=SimpleNamespace(engine=SimpleNamespace(max_loras=0)),
+        metrics=SimpleNamespace(text=lambda states: b"%d" % next(pages)),
+    )  # fmt: skip
+    (metrics,) = (route.endpoint for route in _of_state([served]) if route.path == "/metrics")
+
+    def bodies(count: int) -> list[int]:
+        return [int(asyncio.run(metrics(None)).body) for _ in range(count)]
+
+    assert bodies(MOST_METRICS + 2) == [*range(1, MOST_METRICS + 1), MOST_METRICS, MOST_METRICS]
+    now += 1.0
+    assert bodies(1) == [MOST_METRICS + 1]
 
 
 def test_bodies_that_arrive_at_the_same_time_are_bounded_together() -> None:

@@ -10,6 +10,7 @@ import asyncio
 import re
 import socket
 import struct
+from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -23,7 +24,14 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from flashinfer_backend.core.bounds import MOST_PIPELINED, MOST_UNREAD
+from flashinfer_backend.core.bounds import (
+    MOST_CHUNKS,
+    MOST_HEADERS,
+    MOST_PIPELINED,
+    MOST_UNREAD,
+    READ_BYTES,
+    READ_S,
+)
 from flashinfer_backend.openai.errors import RETRY_S, ApiError
 from flashinfer_backend.openai.request_ids import new_id
 
@@ -50,6 +58,8 @@ TOO_MANY = (
     " or send requests on further connections",
 )
 TOO_LONG = 431, f"the request's headers have more than {MOST_HEADER_BYTES} bytes"
+MANY_HEADERS = 431, f"the request has more than {MOST_HEADERS} headers, or as many trailers"
+SMALL_CHUNKS = 400, f"the body has more than {MOST_CHUNKS} chunks in {READ_BYTES} bytes; send larger ones"
 
 # Of a request's scope: sends parts of a body without the layers in between, which have no part in them.
 BODY_SEND = "flashinfer_backend.body_send"
@@ -77,14 +87,45 @@ def limited_config(
 @dataclass
 class _Process:
     """What all connections of a process share. waiting: those whose request is not whole, the oldest first.
-    unread: those whose client has not read what was sent."""
+    unread: those whose client has not read what was sent. later: those of which something has arrived that is
+    not parsed yet; they take turns, so that many that send much do not keep the process from others."""
 
     receive_s: float
     connections: int
     count_error: Callable[[int], None]
     waiting: dict[Connection, None] = field(default_factory=dict)
     unread: set[Connection] = field(default_factory=set)
+    later: deque[Connection] = field(default_factory=deque)
     looks: bool = False
+    reads_until: float | None = None  # in this turn of the event loop
+
+    def may_read(self) -> bool:
+        """Whether this turn of the event loop has time left to parse what arrives, and none waits for it."""
+        loop = asyncio.get_running_loop()
+        if self.reads_until is None:
+            self.reads_until = loop.time() + READ_S
+            loop.call_soon(self._next_turn)
+        return not self.later and loop.time() < self.reads_until
+
+    def _next_turn(self) -> None:
+        self.reads_until = None
+
+    def read_later(self, connection: Connection) -> None:
+        self.later.append(connection)
+        if len(self.later) == 1:
+            asyncio.get_running_loop().call_soon(self._read_on)
+
+    def _read_on(self) -> None:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + READ_S
+        while self.later:
+            connection = self.later.popleft()
+            if connection.read_on():
+                self.later.append(connection)
+            if loop.time() >= until:
+                break
+        if self.later:
+            loop.call_soon(self._read_on)
 
     def look_at_unread(self) -> None:
         """Soon, and again while there are some: where they hold too much together, the largest are cut."""
@@ -154,6 +195,10 @@ class Connection(HttpToolsProtocol):
         self._header_bytes = 0  # read since the request began, or the last part of its body
         self._field_bytes = 0  # of its headers and trailers that are whole, read at once or not
         self._refusal = NO_PATH  # if one of the parser's callbacks raises
+        self._later: deque[bytes] = deque()  # what has arrived and is not parsed yet
+        self._ends_later = False  # behind that, the client sends nothing more
+        self._fields = 0  # of the request's headers and trailers
+        self._chunks = 0  # of bodies, in what is read at a time
         self._held = b""  # of the headers: what may be the beginning of one that is left out, or of their end
         self._unanswered = 0  # requests whose headers are there
         self._whole = 0  # of these, those whose bodies are there as well
@@ -177,6 +222,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        self._later.clear()
         self._process.unread.discard(self)
         if self.answered_cycle is not None:  # uvicorn tells the request that came last alone
             self.answered_cycle.disconnected = True
@@ -203,6 +249,32 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
+        if len(data) <= READ_BYTES and not self._later and self._process.may_read():
+            self._read(data)
+            return
+        waits = bool(self._later)
+        self._later.extend(data[at : at + READ_BYTES] for at in range(0, len(data), READ_BYTES))
+        self.transport.pause_reading()
+        if not waits:
+            self._process.read_later(self)
+
+    def read_on(self) -> bool:
+        """Parses a part of what has arrived; whether there is more."""
+        if self._later and not self.transport.is_closing():
+            self._read(self._later.popleft())
+        if self.transport.is_closing():
+            self._later.clear()
+            return False
+        if self._later:
+            return True
+        if not self.flow.read_paused:
+            self.transport.resume_reading()
+        if self._ends_later and not self.eof_received():
+            self.transport.close()
+        return False
+
+    def _read(self, data: bytes) -> None:
+        self._chunks = 0
         if self._in_headers or not self._arriving:
             headers, end, rest = (self._held + data).partition(b"\r\n\r\n")
             whole = len(headers) if end else _held_from(headers)
@@ -237,6 +309,9 @@ class Connection(HttpToolsProtocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """A client may end its own side once its request is whole, and read on. It says the same where it has
         left; then its system refuses what is sent next."""
+        self._ends_later = bool(self._later)
+        if self._ends_later:
+            return True
         if self._arriving or not self._unanswered or self.parser.get_http_version() != "1.1":
             return False
         self._ended = True
@@ -257,14 +332,15 @@ class Connection(HttpToolsProtocol):
             self._refusal = TOO_MANY
             raise OverflowError
         super().on_message_begin()
-        self._field_bytes = 0
+        self._field_bytes = self._fields = 0
         self._arriving, self._in_headers, self._header_bytes = True, True, -self._read_bytes
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Also of trailers. Raises OverflowError."""
         self._field_bytes += len(name) + len(value) + len(": \r\n")
-        if self._field_bytes > MOST_HEADER_BYTES:
-            self._refusal = TOO_LONG
+        self._fields += 1
+        if self._field_bytes > MOST_HEADER_BYTES or self._fields > MOST_HEADERS:
+            self._refusal = MANY_HEADERS if self._fields > MOST_HEADERS else TOO_LONG
             raise OverflowError
         super().on_header(name, value)
 
@@ -274,6 +350,11 @@ class Connection(HttpToolsProtocol):
         self._unanswered += 1
 
     def on_body(self, body: bytes) -> None:
+        """A chunk, or what of it is there. Raises OverflowError."""
+        self._chunks += 1
+        if self._chunks > MOST_CHUNKS:
+            self._refusal = SMALL_CHUNKS
+            raise OverflowError
         super().on_body(body)
         self._header_bytes = -self._read_bytes
 
