@@ -47,11 +47,10 @@ MOST_TOP_LOGPROBS = 20
 MOST_LOG_PROBS = 1 << 24  # of one answer without streaming, which are kept until its end: 128 MiB
 MOST_UNREAD = 1 << 29  # bytes that a process of the OpenAI API keeps for clients that do not read
 MOST_PIPELINED = 16  # requests of one connection without an answer: 14,000 in one read took 0.8 s and 30 MB
-MOST_HEADERS = 256  # of a request, and of its trailers: 12,500 of three bytes took 6 ms
-# Bytes of a connection that are read at a time, and chunks of a body in them: 2,700 of one byte took 1.4 ms.
-READ_BYTES = 1 << 14
-MOST_CHUNKS = 1024
+MOST_HEADERS = 256  # of a request, with its trailers: 12,500 of three bytes took 6 ms
+READ_BYTES = 6 << 10  # of a connection that are parsed at a time: 1024 chunks of one byte take 0.5 ms
 READ_S = 0.005  # a turn of a process's event loop parses no longer than this: other clients have their turn
+MOST_LATER = 1 << 29  # bytes that have arrived at a process and are not parsed yet
 MOST_METRICS = 20  # pages of /metrics that a process makes in a second; each takes a millisecond or more
 MOST_TRACED_STEPS = 100  # each has thousands of events, and the engine waits while they are written
 MOST_GRAMMARS_NS = 20 * 10**9  # of a core, to make the grammars of requests that wait for a slot: some 2 GB

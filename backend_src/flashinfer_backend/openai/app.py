@@ -238,7 +238,7 @@ def _of_state(models: Sequence[ServedModel]) -> Iterator[Route]:
     async def version(request: Request) -> Response:
         return _json({"version": __version__})
 
-    made: deque[float] = deque(maxlen=MOST_METRICS)  # when the last pages were
+    made: deque[float] = deque(maxlen=MOST_METRICS)  # when the last pages were made
     page_of_metrics = b""
 
     async def metrics(request: Request) -> Response:
@@ -246,7 +246,6 @@ def _of_state(models: Sequence[ServedModel]) -> Iterator[Route]:
         now = time.monotonic()
         if len(made) == MOST_METRICS and now - made[0] < 1.0:
             return Response(page_of_metrics, headers={"content-type": METRICS_TYPE})
-        made.append(now)
         states = [
             ModelState(
                 served.name,
@@ -257,6 +256,7 @@ def _of_state(models: Sequence[ServedModel]) -> Iterator[Route]:
             for served in models
         ]
         page_of_metrics = models[0].metrics.text(states)
+        made.append(now)
         return Response(page_of_metrics, headers={"content-type": METRICS_TYPE})
 
     async def page(request: Request) -> Response:

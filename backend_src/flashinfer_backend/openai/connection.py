@@ -16,17 +16,19 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
+from itertools import islice
 from typing import Any
 
 import httptools
 import msgspec
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from flashinfer_backend.core.bounds import (
-    MOST_CHUNKS,
     MOST_HEADERS,
+    MOST_LATER,
     MOST_PIPELINED,
     MOST_UNREAD,
     READ_BYTES,
@@ -47,6 +49,7 @@ UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 UPGRADE_BEGINS = b"\r\nupgrade:"
 # Between two looks whether a client that sends nothing more still reads.
 FIRST_LOOK_S, LOOK_S = 0.1, 1.0
+MOST_OLDEST = 64  # connections of which one makes room: the oldest of which all is read
 UNREAD_LOOK_S = 0.25  # between two looks at what is kept for clients that do not read
 
 # Refusals: status and message.
@@ -58,8 +61,7 @@ TOO_MANY = (
     " or send requests on further connections",
 )
 TOO_LONG = 431, f"the request's headers have more than {MOST_HEADER_BYTES} bytes"
-MANY_HEADERS = 431, f"the request has more than {MOST_HEADERS} headers, or as many trailers"
-SMALL_CHUNKS = 400, f"the body has more than {MOST_CHUNKS} chunks in {READ_BYTES} bytes; send larger ones"
+MANY_HEADERS = 431, f"the request has more than {MOST_HEADERS} headers and trailers"
 
 # Of a request's scope: sends parts of a body without the layers in between, which have no part in them.
 BODY_SEND = "flashinfer_backend.body_send"
@@ -88,7 +90,8 @@ def limited_config(
 class _Process:
     """What all connections of a process share. waiting: those whose request is not whole, the oldest first.
     unread: those whose client has not read what was sent. later: those of which something has arrived that is
-    not parsed yet; they take turns, so that many that send much do not keep the process from others."""
+    not parsed yet; they take turns, so that many that send much do not keep the process from others. fresh:
+    the same, without a turn since it arrived; each second turn is one of these. later_bytes: of both."""
 
     receive_s: float
     connections: int
@@ -96,6 +99,9 @@ class _Process:
     waiting: dict[Connection, None] = field(default_factory=dict)
     unread: set[Connection] = field(default_factory=set)
     later: deque[Connection] = field(default_factory=deque)
+    fresh: deque[Connection] = field(default_factory=deque)
+    later_bytes: int = 0
+    turns: int = 0
     looks: bool = False
     reads_until: float | None = None  # in this turn of the event loop
 
@@ -105,27 +111,37 @@ class _Process:
         if self.reads_until is None:
             self.reads_until = loop.time() + READ_S
             loop.call_soon(self._next_turn)
-        return not self.later and loop.time() < self.reads_until
+        return not self.later and not self.fresh and loop.time() < self.reads_until
 
     def _next_turn(self) -> None:
         self.reads_until = None
 
     def read_later(self, connection: Connection) -> None:
-        self.later.append(connection)
-        if len(self.later) == 1:
+        if not self.later and not self.fresh:
             asyncio.get_running_loop().call_soon(self._read_on)
+        self.fresh.append(connection)
 
     def _read_on(self) -> None:
         loop = asyncio.get_running_loop()
         until = loop.time() + READ_S
-        while self.later:
-            connection = self.later.popleft()
-            if connection.read_on():
-                self.later.append(connection)
+        while self.fresh or self.later:
+            self.turns += 1
+            first, other = (self.fresh, self.later) if self.turns % 2 else (self.later, self.fresh)
+            self._read_one((first or other).popleft())
             if loop.time() >= until:
                 break
-        if self.later:
+        if self.fresh or self.later:
             loop.call_soon(self._read_on)
+
+    def _read_one(self, connection: Connection) -> None:
+        try:
+            if connection.read_on():
+                self.later.append(connection)
+        except Exception as error:  # as the event loop does where data_received raises
+            text = "Fatal error: what had arrived could not be read."
+            loop = asyncio.get_running_loop()
+            loop.call_exception_handler({"message": text, "exception": error, "protocol": connection})
+            connection.drop()
 
     def look_at_unread(self) -> None:
         """Soon, and again while there are some: where they hold too much together, the largest are cut."""
@@ -179,6 +195,19 @@ class _Answers:
                 connection.answered()
 
 
+class _Flow(FlowControl):
+    """uvicorn's. It reads on where an answer wants more, but not while parts wait to be parsed."""
+
+    def __init__(self, transport: asyncio.Transport, later: deque[bytes]) -> None:
+        super().__init__(transport)
+        self._later = later
+
+    def resume_reading(self) -> None:
+        if self._later:
+            self.read_paused = False  # Connection.read_on does it
+        super().resume_reading()
+
+
 class Connection(HttpToolsProtocol):
     """One connection. It waits while nothing of a request, or not all of it, has arrived. Where there are as
     many connections as there may be, a new one takes the place of the one that has waited longest: clients
@@ -198,7 +227,6 @@ class Connection(HttpToolsProtocol):
         self._later: deque[bytes] = deque()  # what has arrived and is not parsed yet
         self._ends_later = False  # behind that, the client sends nothing more
         self._fields = 0  # of the request's headers and trailers
-        self._chunks = 0  # of bodies, in what is read at a time
         self._held = b""  # of the headers: what may be the beginning of one that is left out, or of their end
         self._unanswered = 0  # requests whose headers are there
         self._whole = 0  # of these, those whose bodies are there as well
@@ -209,6 +237,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = _Flow(transport, self._later)
         process = self._process
         over = len(self.connections) - process.connections
         if over > len(process.waiting):
@@ -222,7 +251,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
-        self._later.clear()
+        self._forget_later()
         self._process.unread.discard(self)
         if self.answered_cycle is not None:  # uvicorn tells the request that came last alone
             self.answered_cycle.disconnected = True
@@ -252,29 +281,39 @@ class Connection(HttpToolsProtocol):
         if len(data) <= READ_BYTES and not self._later and self._process.may_read():
             self._read(data)
             return
-        waits = bool(self._later)
+        self._unset_keepalive_if_required()
+        process, waits = self._process, bool(self._later)
+        if process.later_bytes + len(data) > MOST_LATER:
+            self._refuse(503, "too much arrives at the same time; try again")
+            return
+        process.later_bytes += len(data)
         self._later.extend(data[at : at + READ_BYTES] for at in range(0, len(data), READ_BYTES))
         self.transport.pause_reading()
         if not waits:
-            self._process.read_later(self)
+            process.read_later(self)
+
+    def _forget_later(self) -> None:
+        self._process.later_bytes -= sum(map(len, self._later))
+        self._later.clear()
 
     def read_on(self) -> bool:
         """Parses a part of what has arrived; whether there is more."""
         if self._later and not self.transport.is_closing():
-            self._read(self._later.popleft())
+            part = self._later.popleft()
+            self._process.later_bytes -= len(part)
+            self._read(part)
         if self.transport.is_closing():
-            self._later.clear()
+            self._forget_later()
             return False
         if self._later:
             return True
-        if not self.flow.read_paused:
-            self.transport.resume_reading()
         if self._ends_later and not self.eof_received():
             self.transport.close()
+        elif not self._ended and not self.flow.read_paused:
+            self.transport.resume_reading()
         return False
 
     def _read(self, data: bytes) -> None:
-        self._chunks = 0
         if self._in_headers or not self._arriving:
             headers, end, rest = (self._held + data).partition(b"\r\n\r\n")
             whole = len(headers) if end else _held_from(headers)
@@ -310,7 +349,7 @@ class Connection(HttpToolsProtocol):
         """A client may end its own side once its request is whole, and read on. It says the same where it has
         left; then its system refuses what is sent next."""
         self._ends_later = bool(self._later)
-        if self._ends_later:
+        if self._ends_later or self._ended:
             return True
         if self._arriving or not self._unanswered or self.parser.get_http_version() != "1.1":
             return False
@@ -350,11 +389,6 @@ class Connection(HttpToolsProtocol):
         self._unanswered += 1
 
     def on_body(self, body: bytes) -> None:
-        """A chunk, or what of it is there. Raises OverflowError."""
-        self._chunks += 1
-        if self._chunks > MOST_CHUNKS:
-            self._refusal = SMALL_CHUNKS
-            raise OverflowError
         super().on_body(body)
         self._header_bytes = -self._read_bytes
 
@@ -378,7 +412,7 @@ class Connection(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         """uvicorn's word that the server ends. A request that has not arrived is not waited for."""
-        if self._unanswered and self._whole <= 0 and not self.answering:
+        if (self._unanswered or self._later) and self._whole <= 0 and not self.answering:
             self._refuse(503, "the server is shutting down, and the request had not arrived")
         super().shutdown()
 
@@ -395,7 +429,8 @@ class Connection(HttpToolsProtocol):
     def _make_room(self) -> None:
         process = self._process
         while len(self.connections) > process.connections and process.waiting:
-            next(iter(process.waiting)).drop()
+            oldest = list(islice(process.waiting, MOST_OLDEST))
+            next((each for each in oldest if not each._later), oldest[0]).drop()
 
     def _start_clock(self) -> None:
         if self._deadline is None and self._process.receive_s:
@@ -410,6 +445,9 @@ class Connection(HttpToolsProtocol):
     def _late(self) -> None:
         self._deadline = None
         if self.transport.is_closing():
+            return
+        if self._later:  # more has arrived than the process has read
+            self._deadline = self.loop.call_later(LOOK_S, self._late)
             return
         if self._whole > 0:
             self._start_clock()  # what came behind a request that is being answered is not read meanwhile
