@@ -9,7 +9,6 @@ import hmac
 import sys
 import time
 import traceback
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -28,7 +27,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flashinfer_backend import __version__
-from flashinfer_backend.core.bounds import MOST_METRICS
+from flashinfer_backend.core.bounds import METRICS_SHARE
 from flashinfer_backend.openai.adapters import (
     LoadRequest,
     UnloadRequest,
@@ -238,13 +237,12 @@ def _of_state(models: Sequence[ServedModel]) -> Iterator[Route]:
     async def version(request: Request) -> Response:
         return _json({"version": __version__})
 
-    made: deque[float] = deque(maxlen=MOST_METRICS)  # when the last pages were made
-    page_of_metrics = b""
+    page_of_metrics, made, took = b"", 0.0, 0.0  # the last one, when it was made, and the seconds it took
 
     async def metrics(request: Request) -> Response:
-        nonlocal page_of_metrics
-        now = time.monotonic()
-        if len(made) == MOST_METRICS and now - made[0] < 1.0:
+        nonlocal page_of_metrics, made, took
+        begun = time.monotonic()
+        if begun - made < took / METRICS_SHARE:
             return Response(page_of_metrics, headers={"content-type": METRICS_TYPE})
         states = [
             ModelState(
@@ -256,7 +254,8 @@ def _of_state(models: Sequence[ServedModel]) -> Iterator[Route]:
             for served in models
         ]
         page_of_metrics = models[0].metrics.text(states)
-        made.append(now)
+        made = time.monotonic()
+        took = made - begun
         return Response(page_of_metrics, headers={"content-type": METRICS_TYPE})
 
     async def page(request: Request) -> Response:
