@@ -11,7 +11,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ import uvloop
 from starlette.requests import Request
 
 from flashinfer_backend.core.bounds import MOST_HEADERS, MOST_PIPELINED
-from flashinfer_backend.openai.app import MANY_BODIES, Bodies, _of_state
+from flashinfer_backend.openai.app import MANY_BODIES, Bodies
 from flashinfer_backend.openai.connection import (
     CONNECTION,
     MOST_HEADER_BYTES,
@@ -505,28 +504,6 @@ def test_clients_that_send_much_let_others_have_their_turn(monkeypatch: pytest.M
         assert select.select([much], [], [], 0)[0] == []  # its body is not whole yet
         assert much.recv(4096).startswith(b"HTTP/1.1 200 ")
         sender.join()
-
-
-def test_pages_of_metrics_take_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who asks more often gets the last one."""
-    now, pages = 100.0, itertools.count(1)
-
-    def text(states: object) -> bytes:
-        nonlocal now
-        now += 0.25
-        return b"%d" % next(pages)
-
-    monkeypatch.setattr("flashinfer_backend.openai.app.time.monotonic", lambda: now)
-    served: Any = SimpleNamespace(
-        name="model", adapters=None, link=SimpleNamespace(engines=SimpleNamespace(statuses=[])),
-        model=SimpleNamespace(engine=SimpleNamespace(max_loras=0)), metrics=SimpleNamespace(text=text),
-    )  # fmt: skip
-    (metrics,) = (route.endpoint for route in _of_state([served]) if route.path == "/metrics")
-    found = []
-    for _ in range(14):
-        found.append(int(asyncio.run(metrics(None)).body))
-        now += 0.25
-    assert found == [1] * 10 + [2] * 4  # one of 0.25 s in 2.5 s
 
 
 def test_bodies_that_arrive_at_the_same_time_are_bounded_together() -> None:

@@ -51,7 +51,6 @@ MOST_HEADERS = 256  # of a request, with its trailers: 12,500 of three bytes too
 READ_BYTES = 6 << 10  # of a connection that are parsed at a time: 1024 chunks of one byte take 0.5 ms
 READ_S = 0.005  # a turn of a process's event loop parses no longer than this: other clients have their turn
 MOST_LATER = 1 << 29  # bytes that have arrived at a process and are not parsed yet
-METRICS_SHARE = 0.1  # of a process's time, in which it makes pages of /metrics
 MOST_TRACED_STEPS = 100  # each has thousands of events, and the engine waits while they are written
 MOST_GRAMMARS_NS = 20 * 10**9  # of a core, to make the grammars of requests that wait for a slot: some 2 GB
 MOST_LISTED_IDS = 1 << 25  # ids in lists of all requests that an engine has, each of up to 90 bytes

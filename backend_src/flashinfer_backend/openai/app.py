@@ -7,7 +7,6 @@ import asyncio
 import hashlib
 import hmac
 import sys
-import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +26,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flashinfer_backend import __version__
-from flashinfer_backend.core.bounds import METRICS_SHARE
 from flashinfer_backend.openai.adapters import (
     LoadRequest,
     UnloadRequest,
@@ -237,13 +235,7 @@ def _of_state(models: Sequence[ServedModel]) -> Iterator[Route]:
     async def version(request: Request) -> Response:
         return _json({"version": __version__})
 
-    page_of_metrics, made, took = b"", 0.0, 0.0  # the last one, when it was made, and the seconds it took
-
     async def metrics(request: Request) -> Response:
-        nonlocal page_of_metrics, made, took
-        begun = time.monotonic()
-        if begun - made < took / METRICS_SHARE:
-            return Response(page_of_metrics, headers={"content-type": METRICS_TYPE})
         states = [
             ModelState(
                 served.name,
@@ -253,10 +245,7 @@ def _of_state(models: Sequence[ServedModel]) -> Iterator[Route]:
             )
             for served in models
         ]
-        page_of_metrics = models[0].metrics.text(states)
-        made = time.monotonic()
-        took = made - begun
-        return Response(page_of_metrics, headers={"content-type": METRICS_TYPE})
+        return Response(models[0].metrics.text(states), headers={"content-type": METRICS_TYPE})
 
     async def page(request: Request) -> Response:
         return FileResponse(PAGE, media_type="text/html")
