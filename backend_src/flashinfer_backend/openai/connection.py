@@ -278,10 +278,10 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
+        self._unset_keepalive_if_required()
         if len(data) <= READ_BYTES and not self._later and self._process.may_read():
             self._read(data)
             return
-        self._unset_keepalive_if_required()
         process, waits = self._process, bool(self._later)
         if process.later_bytes + len(data) > MOST_LATER:
             self._refuse(503, "too much arrives at the same time; try again")
@@ -322,7 +322,6 @@ class Connection(HttpToolsProtocol):
                 self._refuse(*TOO_LONG)
                 return
         self._read_bytes = len(data)
-        self._unset_keepalive_if_required()
         _connection.set(self)
         try:
             self.parser.feed_data(data)
