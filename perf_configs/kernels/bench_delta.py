@@ -20,15 +20,10 @@ from bench_attention import timed
 from torch import Tensor
 
 from client.arguments import argument_parser, integer, integers
+from flashinfer_backend.cache.device import StateFormat
 from flashinfer_backend.core.arguments import require_cuda
-from flashinfer_backend.ops.torch_delta import (
-    L2_EPS,
-    DeltaRows,
-    DeltaStates,
-    DeltaWeights,
-    delta_gates,
-    inputs_kept,
-)
+from flashinfer_backend.ops.torch_delta import L2_EPS, DeltaRows, DeltaWeights, delta_gates
+from flashinfer_backend.ops.triton_delta import MOST_PENDING, delta_net
 
 DEVICE = "cuda"
 DIM, WIDTH = 128, 4
@@ -53,19 +48,19 @@ class Layer:
         conv = torch.randn(self.channels, WIDTH, device=DEVICE).bfloat16()
         a_log, dt_bias = torch.randn(2, heads, device=DEVICE)
         self.weights = DeltaWeights(conv, a_log, dt_bias, torch.ones(DIM, device=DEVICE).bfloat16(), 1e-6)
-        kept = inputs_kept(WIDTH, drafts)
-        self.states = DeltaStates(
-            torch.zeros(slots, heads, DIM, DIM, device=DEVICE),
-            torch.zeros(slots, kept, self.channels + 2 * heads, device=DEVICE).bfloat16(),
-        )
+        state = 1, heads, DIM, DIM, self.channels, WIDTH, torch.bfloat16, drafts
+        states = StateFormat(*state, 0 if drafts else MOST_PENDING).allocate(slots, torch.device(DEVICE))
+        self.states = states.layers[0]
 
     def step(self, lengths: list[int], decodes: int, held: int | None = None) -> Callable[[], object]:
-        """A step of rows that go on at position 100. held: as of DeltaRows, of all rows."""
-        from flashinfer_backend.ops.triton_delta import delta_net
+        """A step of rows that go on at positions from 100 on, half of what can be pending behind what their
+        states have seen. held: as of DeltaRows, of all rows."""
 
         def words(values: list[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
+        if (pending := self.states.pending) is not None:
+            pending.begun.fill_(100 - MOST_PENDING // 2)
         rows, sizes = len(lengths), [self.channels, self.heads * DIM, self.heads, self.heads]
         product = torch.randn(sum(lengths), sum(sizes), device=DEVICE).bfloat16()
         parts = product.split(sizes, dim=-1)
@@ -88,10 +83,12 @@ class Layer:
         inputs = (q.bfloat16(), k.bfloat16(), v.bfloat16(), a, b, self.weights.a_log, self.weights.dt_bias)
         return flashinfer_rule(*inputs, states, lengths, decodes > 0)
 
-    def moved(self, lengths: list[int]) -> int:
-        """Bytes: states both ways, and the convolution's past inputs; tokens' inputs and results."""
+    def moved(self, lengths: list[int]) -> float:
+        """Bytes: states both ways (of single tokens they are written once in MOST_PENDING steps), and the
+        convolution's past inputs; tokens' inputs and results."""
         rows, tokens, two, four = len(lengths), sum(lengths), 2, 4
-        each = 2 * four * self.heads * DIM * DIM + 2 * two * (WIDTH - 1) * self.channels
+        ways = 2.0 if self.states.pending is None or max(lengths) > 1 else 1 + 1 / MOST_PENDING
+        each = ways * four * self.heads * DIM * DIM + 2 * two * (WIDTH - 1) * self.channels
         return rows * each + two * tokens * (self.channels + 2 * self.heads * DIM + 2 * self.heads)
 
 

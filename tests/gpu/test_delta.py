@@ -5,15 +5,26 @@ CUDA graph."""
 import math
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 from flashinfer_backend.ops import torch_delta
-from flashinfer_backend.ops.torch_delta import DeltaRows, DeltaStates, DeltaWeights
+from flashinfer_backend.ops.torch_delta import DeltaRows, DeltaStates, DeltaWeights, Pending
 
 sys.path += [str(Path(__file__).parents[n] / name) for n, name in ((1, "unit"), (2, "perf_configs/kernels"))]
-from test_triton_delta import CASES, WIDTH, Case, Sizes, check, inputs_of, split_inputs
+from test_triton_delta import (
+    CASES,
+    WIDTH,
+    Case,
+    Sizes,
+    check,
+    inputs_of,
+    nothing_pending,
+    settled,
+    split_inputs,
+)
 
 pytestmark = pytest.mark.gpu
 QWEN = Sizes(16, 32, 128)  # Qwen3-Next-80B-A3B, Qwen3.5-9B, 35B-A3B
@@ -43,6 +54,13 @@ def words(*values: int, where: str = "cuda") -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device=where)
 
 
+def pending_of(ops: ModuleType, sizes: Sizes, slots: int, where: str) -> Pending | None:
+    """Of slots whose sequences begin."""
+    if not ops.MOST_PENDING:
+        return None
+    return Pending(*(x.to(where) for x in nothing_pending(sizes, slots, ops.MOST_PENDING)))
+
+
 def long_row_errors(
     tokens: int, heads: int, spread: float, slowest: float, where: str, dtype: torch.dtype
 ) -> list[float]:
@@ -65,11 +83,14 @@ def long_row_errors(
     weights = DeltaWeights(last_tap.to(dtype), *gates, own.to(dtype), 1e-6)
     for ops in (torch_delta, triton_delta):
         recurrent = torch.zeros(1, heads, dim, dim, device=where)
-        states = DeltaStates(
-            recurrent, torch.zeros(1, WIDTH, channels + 2 * heads, dtype=dtype, device=where)
-        )
+        kept = torch.zeros(1, WIDTH, channels + 2 * heads, dtype=dtype, device=where)
+        states = DeltaStates(recurrent, kept, pending_of(ops, Sizes(heads, heads, dim), 1, where))
         results.append((ops.delta_net(*inputs, weights, states, rows).float(), recurrent))
     return [float((found - exact).norm() / exact.norm()) for exact, found in zip(*results, strict=True)]
+
+
+def test_states_are_written_once_in_many_steps() -> None:
+    check(Case(Sizes(16, 48, 128), [1, 1, 1, 40], 3), "cuda", torch.bfloat16, 20)
 
 
 @pytest.mark.parametrize(("spread", "slowest"), [(1.0, 0.01), (0.03, 0.01), (0.03, 1e-6)])
@@ -95,7 +116,11 @@ def test_decode_steps_are_graphs(drafts: int) -> None:
     states = DeltaStates(
         torch.zeros(7, heads, sizes.dim, sizes.dim, device="cuda"),
         torch.zeros(7, kept, sizes.channels + 2 * heads, device="cuda").bfloat16(),
+        None if drafts else pending_of(triton_delta, sizes, 7, "cuda"),
     )
+    kept = [*states[:2], *(states.pending or ())]
+    for tensor in kept:
+        tensor.zero_()
     slots, first, in_state = words(3, 0, 6, 1, 5), words(0, 0, 0, 0, 0), words(*[0] * 7)
     starts, accepted = words(*range(0, tokens + 1, 1 + drafts)), words(1, 1 + drafts, 1, 1 + drafts // 2, 1)
 
@@ -105,10 +130,11 @@ def test_decode_steps_are_graphs(drafts: int) -> None:
         first.add_(accepted)
         return out
 
-    expected = [step().clone() for _ in range(4)]
-    state = states.recurrent.clone()
-    assert not torch.equal(expected[2], expected[3]) and state[slots].any()
-    for tensor in (*states, first, in_state):
+    expected = [step().clone() for _ in range(11)]
+    assert not torch.equal(expected[2], expected[3])
+    behind = [tensor.clone() for tensor in kept]
+    assert behind[0][slots].any()
+    for tensor in (*kept, first, in_state):
         tensor.zero_()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -116,7 +142,9 @@ def test_decode_steps_are_graphs(drafts: int) -> None:
     for wanted in expected:
         graph.replay()
         assert torch.equal(found, wanted)
-    assert torch.equal(states.recurrent, state)
+    used = slots.long()
+    for tensor, wanted in zip(kept, behind, strict=True):
+        assert torch.equal(tensor[used], wanted[used])
 
 
 @pytest.mark.parametrize(("lengths", "decodes"), [([1] * 5, 5), ([4] * 3, 3), ([70, 300, 64], 0)], ids=str)
@@ -140,7 +168,10 @@ def test_kernels_compute_what_flashinfer_does(lengths: list[int], decodes: int) 
     before = 0.1 * torch.randn(rows, heads, dim, dim, device="cuda")
     kept = torch_delta.inputs_kept(WIDTH, drafts)
     inputs = torch.zeros(rows, kept, channels + 2 * heads, device="cuda").bfloat16()
-    states = DeltaStates(before.clone(), inputs)
+    pending = None if drafts else pending_of(triton_delta, QWEN, rows, "cuda")
+    if pending is not None:
+        pending.begun.fill_(100)
+    states = DeltaStates(before.clone(), inputs, pending)
     starts = [sum(lengths[:row]) for row in range(rows + 1)]
     held = words(*[0] * rows) if drafts else None
     given = DeltaRows(words(*range(rows)), words(*starts), words(*[100] * rows), held, decodes)
@@ -149,7 +180,8 @@ def test_kernels_compute_what_flashinfer_does(lengths: list[int], decodes: int) 
     q, k, v = (x.contiguous() for x in convolved.split([16, 16, heads], dim=1))
     results, behind = flashinfer_rule(q, k, v, a, b, a_log, dt_bias, before, lengths, decodes > 0)()
     exact = torch_delta.gated_norm(results, z.view_as(results), weights.norm, weights.eps).flatten(1)
-    pairs = [(found, exact)] if drafts else [(found, exact), (states.recurrent, behind)]
+    states_behind = settled(states, given.slots, given.first + torch.tensor(lengths, device="cuda"))
+    pairs = [(found, exact)] if drafts else [(found, exact), (states_behind, behind)]
     for own, theirs in pairs:
         error = (own.float() - theirs.float()).norm() / theirs.float().norm()
         assert float(error) < 2e-2, error

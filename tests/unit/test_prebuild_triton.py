@@ -188,8 +188,9 @@ def test_an_output_gate_has_one_variant_for_any_step():
 def test_a_delta_net_has_one_variant_for_any_step():
     """But where a kernel looks through more rows, takes wider columns of more states, or has rows without
     tokens. They compile for Hopper."""
-    from flashinfer_backend.ops.torch_delta import DeltaRows, DeltaStates, DeltaWeights, inputs_kept
-    from flashinfer_backend.ops.triton_delta import delta_net
+    from flashinfer_backend.cache.device import StateFormat
+    from flashinfer_backend.ops.torch_delta import DeltaRows, DeltaWeights
+    from flashinfer_backend.ops.triton_delta import MOST_PENDING, delta_net
 
     model = bundled(architectures=["Qwen3_5ForCausalLM"], model_type="qwen3_5_text")
     config = EngineConfig(model_dir="", max_seq_len=8192, max_num_seqs=256)
@@ -204,8 +205,9 @@ def test_a_delta_net_has_one_variant_for_any_step():
     heads, dim, channels = 32, 128, 64 * 128
 
     def steps(drafts: int) -> None:
-        recurrent, of_heads = empty(9, heads, dim, dim, of=torch.float32), empty(heads, of=torch.float32)
-        states = DeltaStates(recurrent, empty(9, inputs_kept(4, drafts), channels + 2 * heads))
+        of_heads = empty(heads, of=torch.float32)
+        kept = 1, heads, dim, dim, channels, 4, torch.bfloat16, drafts, 0 if drafts else MOST_PENDING
+        states = StateFormat(*kept).allocate(9, META).layers[0]
         weights = DeltaWeights(empty(channels, 4), of_heads, of_heads, empty(dim), model.norm_eps)
         for rows, decodes, tokens in ((1, 1, 1), (33, 33, 33), (3, 2, 70), (7, 0, 4096), (200, 1, 300)):
             qkv, z = empty(tokens, channels + heads * dim).split([channels, heads * dim], dim=-1)

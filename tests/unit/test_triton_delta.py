@@ -9,7 +9,7 @@ from interpreted import interpreted
 from torch import Tensor
 
 from flashinfer_backend.ops import torch_delta
-from flashinfer_backend.ops.torch_delta import DeltaRows, DeltaStates, DeltaWeights
+from flashinfer_backend.ops.torch_delta import DeltaRows, DeltaStates, DeltaWeights, Pending
 
 WIDTH = 4
 
@@ -83,9 +83,42 @@ def padded(rows: DeltaRows, padding: int, slot: int) -> DeltaRows:
     return DeltaRows(*found, held, decodes + padding, cuts, saves, True)  # type: ignore[arg-type]
 
 
-def check(case: Case, where: str, dtype: torch.dtype) -> None:
-    """Two steps; in the second one each row goes on where the first one ended, if it was a prompt, and
-    otherwise behind some of its tokens."""
+def nothing_pending(sizes: Sizes, slots: int, most: int) -> Pending:
+    """Of slots whose states have seen all tokens, on the CPU: what counts of no token is wrong."""
+    keys, written = (
+        torch.full((slots, heads, most, sizes.dim), torch.nan)
+        for heads in (sizes.key_heads, sizes.value_heads)
+    )
+    begun = torch.zeros(slots, sizes.value_heads, dtype=torch.int32)
+    return Pending(keys, written, torch.full((slots, sizes.value_heads, most), torch.nan), begun)
+
+
+def settled(states: DeltaStates, slots: Tensor, behind: Tensor) -> Tensor:
+    """The recurrent states of all slots, in which what is pending has been written where these `slots` have
+    seen `behind` tokens: as Pending says it."""
+    found = states.recurrent.clone()
+    if states.pending is None:
+        return found
+    keys, written, decays, begun = (x.cpu() for x in states.pending)
+    share = written.shape[1] // keys.shape[1]
+    for slot, end in zip(slots.tolist(), behind.tolist(), strict=True):
+        for head in range(written.shape[1]):
+            begin, state = int(begun[slot, head]), found[slot, head]
+            assert end - decays.shape[-1] < begin <= end
+            state *= float(begin > 0)
+            at = torch.arange(begin, end) % decays.shape[-1]
+            if not len(at):
+                continue
+            last, own = decays[slot, head, at[-1]], decays[slot, head, at]
+            left = (last - own).exp()[:, None] * keys[slot, head // share, at]
+            state *= last.exp()
+            state += (left.mT @ written[slot, head, at]).to(state.device)
+    return found
+
+
+def check(case: Case, where: str, dtype: torch.dtype, steps: int = 2) -> None:
+    """In each step but the first one each row goes on where the last one ended, if it was a prompt, and
+    otherwise behind some of its tokens. Without drafts, all rows of every fourth step are prompts."""
     from flashinfer_backend.ops import triton_delta
 
     sizes, lengths, decodes, drafts, padding = case
@@ -114,19 +147,24 @@ def check(case: Case, where: str, dtype: torch.dtype) -> None:
     saves = words(range(rows + 2, places))
     kinds = [(torch_delta, "cpu", torch.float32), (triton_delta, where, dtype)]
     own_states = []
-    for _, device, kind in kinds:
+    for ops, device, kind in kinds:
         recurrent, inputs = (x.clone().to(device) for x in states)
-        own_states.append(DeltaStates(recurrent, inputs.to(dtype).to(kind)))
+        pending = None
+        if most := 0 if drafts else getattr(ops, "MOST_PENDING"):  # noqa: B009
+            pending = nothing_pending(sizes, places, most)
+            pending.begun[slots.long()] = first[:, None]
+            pending = Pending(*(x.to(device) for x in pending))
+        own_states.append(DeltaStates(recurrent, inputs.to(dtype).to(kind), pending))
     in_state = torch.zeros(places, dtype=torch.int32)
     # Products are of 16 bits, and what they are of is rounded several times.
     allowed = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
-    for _ in range(2):
-        held = None
+    for step in range(steps):
+        held, behind = None, first + words(lengths)
+        if not drafts:
+            decodes = 0 if step % 4 == 3 else case.decodes
         if drafts:
-            behind = torch.randint(0, drafts + 2, (rows,), generator=generator).int()
-            in_state[slots] = torch.where(
-                in_state[slots] == 0, (first - behind).clamp(min=0), in_state[slots]
-            )
+            since = torch.randint(0, drafts + 2, (rows,), generator=generator).int()
+            in_state[slots] = torch.where(in_state[slots] == 0, (first - since).clamp(min=0), in_state[slots])
             held = torch_delta.count_held(in_state, slots, starts, first, decodes)
         product, results = inputs_of(sizes, tokens + padding, generator), []
         for (ops, device, kind), own in zip(kinds, own_states, strict=True):
@@ -142,7 +180,7 @@ def check(case: Case, where: str, dtype: torch.dtype) -> None:
             parts = split_inputs(sizes, product.to(dtype).to(device, kind))
             result = ops.delta_net(*parts, given, own, row)
             assert not result[tokens:].any(), "of padding"
-            results.append((result[:tokens], own.recurrent))
+            results.append((result[:tokens], settled(own, slots, behind)))
         for name, plain, found in zip(("results", "states"), *results, strict=True):
             assert error(found, plain) < allowed, f"{name} of {case}: {error(found, plain)}"
         for row in (cuts > starts[:-1]).nonzero()[:, 0].tolist():
@@ -157,9 +195,11 @@ def check(case: Case, where: str, dtype: torch.dtype) -> None:
         first = first + grown
     used = [*slots.tolist(), *saves[cuts > starts[:-1]].tolist()]
     others = [slot for slot in range(places) if slot not in used]
-    for plain, found, before in zip(*own_states, states, strict=True):
+    for plain, found, before in zip(*(own[:2] for own in own_states), states, strict=True):
         assert torch.equal(found[others].cpu(), before[others].to(found.dtype))
         assert torch.equal(plain[others], found[others].cpu().float())
+    if (pending := own_states[1].pending) is not None:
+        assert not pending.begun[others].any() and pending.written[others].isnan().all()
 
 
 def test_kernels_in_the_interpreter() -> None:
@@ -173,3 +213,4 @@ if __name__ == "__main__":
     for case in CASES:
         check(case, "cpu", torch.float16)
     check(Case(SMALL, [1, 66, 2], 1), "cpu", torch.float32)
+    check(Case(Sizes(2, 4, 32), [1, 1, 1, 2], 3, padding=1), "cpu", torch.float32, 11)

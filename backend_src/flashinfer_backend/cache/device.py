@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from flashinfer_backend.ops.torch_delta import DeltaStates, inputs_kept
+from flashinfer_backend.ops.torch_delta import DeltaStates, Pending, inputs_kept
 
 COPIED_BYTES = 256 << 20  # of states at once: they are copied by way of other memory
 
@@ -84,7 +86,8 @@ class KVCache:
 class StateFormat:
     """What layers with states keep of a sequence on one rank: heads' states [key_dim, value_dim] in float32,
     and of the last tokens, as many as a convolution of `kernel` inputs reads and `drafts` more need
-    (ops.torch_delta.inputs_kept), `channels` values in dtype."""
+    (ops.torch_delta.inputs_kept), `channels` values in dtype; and what up to `pending` tokens wrote that the
+    states have not seen (ops.torch_delta.Pending)."""
 
     layers: int
     heads: int
@@ -94,32 +97,46 @@ class StateFormat:
     kernel: int
     dtype: torch.dtype
     drafts: int = 0
+    pending: int = 0
 
     @property
     def bytes_per_sequence(self) -> int:
-        state = self.heads * self.key_dim * self.value_dim * torch.float32.itemsize
-        inputs = inputs_kept(self.kernel, self.drafts) * self._width * self.dtype.itemsize
-        return self.layers * (state + inputs)
-
-    @property
-    def _width(self) -> int:
-        return self.channels + 2 * self.heads
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._tensors(1))
 
     def allocate(self, rows: int, device: torch.device) -> StateCache:
-        shape = self.layers, rows, self.heads, self.key_dim, self.value_dim
-        recurrent = torch.zeros(shape, dtype=torch.float32, device=device)
-        kept = self.layers, rows, inputs_kept(self.kernel, self.drafts), self._width
-        return StateCache(recurrent, torch.zeros(kept, dtype=self.dtype, device=device))
+        return StateCache(
+            [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in self._tensors(rows)]
+        )
+
+    def _tensors(self, rows: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each of all layers' tensors, in the order of DeltaStates."""
+        kept = inputs_kept(self.kernel, self.drafts), self.channels + 2 * self.heads
+        of_states: list[tuple[tuple[int, ...], torch.dtype]] = [
+            ((self.heads, self.key_dim, self.value_dim), torch.float32),
+            (kept, self.dtype),
+        ]
+        if most := self.pending:
+            key_heads = (self.channels - self.heads * self.value_dim) // (2 * self.key_dim)
+            of_states += [
+                ((key_heads, most, self.key_dim), torch.float32),
+                ((self.heads, most, self.value_dim), torch.float32),
+                ((self.heads, most), torch.float32),
+                ((self.heads,), torch.int32),
+            ]
+        return [((self.layers, rows, *shape), dtype) for shape, dtype in of_states]
 
 
 class StateCache:
     """States of sequences, by row: those of slots, and behind these snapshots, from which other sequences
     begin. layers: those of each layer."""
 
-    def __init__(self, recurrent: Tensor, inputs: Tensor) -> None:
-        """Both arguments hold all layers: see ops.torch_delta.DeltaStates."""
-        self._all = recurrent, inputs
-        self.layers = [DeltaStates(*pair) for pair in zip(recurrent, inputs, strict=True)]
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        """Of all layers each: recurrent and inputs of ops.torch_delta.DeltaStates, then those of Pending."""
+        self._all = tensors
+        self.layers = [
+            DeltaStates(recurrent, inputs, Pending(*pending) if pending else None)
+            for recurrent, inputs, *pending in zip(*tensors, strict=True)
+        ]
 
     @property
     def rows(self) -> int:

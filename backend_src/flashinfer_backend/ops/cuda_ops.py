@@ -22,7 +22,7 @@ from flashinfer_backend.ops.tilings import choose, choose_adapted
 from flashinfer_backend.ops.torch_delta import count_held
 from flashinfer_backend.ops.torch_ops import embedded_down, xielu
 from flashinfer_backend.ops.triton_adapters import expand, group_adapters, shrink
-from flashinfer_backend.ops.triton_delta import delta_net
+from flashinfer_backend.ops.triton_delta import MOST_PENDING, delta_net
 from flashinfer_backend.ops.triton_drafts import (
     accept,
     draft_inputs,

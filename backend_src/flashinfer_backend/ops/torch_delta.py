@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+MOST_PENDING = 0  # tokens, of DeltaStates.pending: these operations write recurrent states with every token
 CHUNK = 64  # tokens that are computed at once; a row's first chunk begins at its first token
 L2_EPS = 1e-6
 
@@ -34,13 +35,30 @@ class DeltaWeights(NamedTuple):
     eps: float
 
 
+class Pending(NamedTuple):
+    """What the last tokens of all slots wrote, where recurrent states are not written with every token: P
+    tokens at most, each at its position modulo P. A head's state behind a token at position t is
+
+        exp(decays[t]) recurrent + sum over i from begun to t: exp(decays[t] - decays[i]) keys[i] written[i]
+
+    keys[S, Hk, P, Dk], written[S, Hv, P, Dv] and decays[S, Hv, P], since `begun`, float32; begun[S, Hv],
+    int32: how many tokens of its sequence the recurrent state has seen. With none it counts as zeros."""
+
+    keys: Tensor
+    written: Tensor
+    decays: Tensor
+    begun: Tensor
+
+
 class DeltaStates(NamedTuple):
     """A layer's states, of all slots: recurrent[S, Hv, Dk, Dv] float32, and inputs[S, L, C + 2 Hv], what the
-    last L tokens put in: a token's qkv, a and b at its position modulo L, with L of `inputs_kept`. Nothing
-    need be cleared: a sequence that begins takes no notice of what is there."""
+    last L tokens put in: a token's qkv, a and b at its position modulo L, with L of `inputs_kept`. pending:
+    what recurrent has not seen; None: it has seen all, but for tokens that are held (DeltaRows). Nothing need
+    be cleared: a sequence that begins takes no notice of what is there."""
 
     recurrent: Tensor
     inputs: Tensor
+    pending: Pending | None = None
 
 
 class DeltaRows(NamedTuple):
@@ -110,7 +128,7 @@ def delta_net(
     before = rows._replace(starts=_edges(lengths))
     out[early] = _delta_net([x[token[early]] for x in parts], weights, states, before)
     slots, saves = rows.slots[cut].long(), rows.saves[cut].long()
-    for each in states:
+    for each in states[:2]:
         each[saves] = each[slots]
     left = (starts[1:] - starts[:-1] - lengths)[cut]
     behind = DeltaRows(rows.slots[cut], _edges(left), (rows.first + lengths)[cut], None, 0)

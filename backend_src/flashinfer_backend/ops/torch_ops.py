@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashinfer_backend.ops import fp8
+from flashinfer_backend.ops.torch_delta import MOST_PENDING as MOST_PENDING
 from flashinfer_backend.ops.torch_delta import count_held as count_held
 from flashinfer_backend.ops.torch_delta import delta_net as delta_net
 from flashinfer_backend.ops.weight import Chosen, LowRank, Weight

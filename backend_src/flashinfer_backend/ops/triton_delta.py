@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels of gated delta net layers: ops.torch_delta.delta_net.
 
-Decode rows take one kernel, which is bound by reading and writing the states once. Prompts are computed in
-chunks of 64 tokens: one kernel computes what does not depend on the states, for all chunks at once, another
-goes through a row's chunks with its state in registers. No kernel needs the lengths of rows on the host.
+Decode rows take one kernel, which is bound by reading the states once. What a token writes into a head's
+state is the product of its key and a vector. So a state is written once in MOST_PENDING tokens, and until
+then these products lie beside it (DeltaStates.pending). Prompts are computed in chunks of 64 tokens: one
+kernel computes what does not depend on the states, for all chunks at once, another goes through a row's
+chunks with its state in registers. No kernel needs the lengths of rows on the host.
 
 FlashInfer 0.6.18 has kernels of the rule alone (gdn_prefill, gdn_decode). On Hopper they read states without
 slots or transposed, prompts' queries, keys and values as three tensors with normed queries and keys, and of
@@ -28,6 +30,9 @@ _TOKENS = 16  # the same; no fewer than inputs of the convolution
 _STATE_COLUMNS = 32  # values of a head, of a program that goes through a row's chunks
 _NORMED = 8  # heads of a program
 SEARCHED = (16, 128, 1024, 8192)  # rows, of variants of the kernels that look for their row
+MOST_PENDING = (
+    8  # tokens, of DeltaStates.pending. With more, they are read more often than states are written
+)
 
 _EPS = tl.constexpr(L2_EPS)
 _BLOCK = tl.constexpr(16)  # rows of a chunk whose inverse is computed one row after another
@@ -71,11 +76,31 @@ def _unit(q, k):
 
 @triton.jit
 def _next_token(state, q, k, v, decay, beta):
-    # state[Dk, Dv] float32, q, k[Dk] of _unit, v[Dv] -> the state behind the token, what it answers.
+    # state[Dk, Dv], q, k[Dk] of _unit, v[Dv] -> the state behind the token, what it answers.
     state = state * tl.exp(decay)
-    written = beta * (v.to(tl.float32) - tl.sum(k[:, None] * state, axis=0))
+    written = beta * (v - tl.sum(k[:, None] * state, axis=0))
     state += k[:, None] * written[None, :]
     return state, tl.sum(q[:, None] * state, axis=0)
+
+
+@triton.jit
+def _total_decay(decays, begin, place, PENDING: tl.constexpr):
+    # Of a head's pending tokens, in log space.
+    return tl.load(decays + (place - 1) % PENDING, mask=begin < place, other=0.0)
+
+
+@triton.jit
+def _settled(
+    state, total, keys, written, decays, begin, place, key, value, DV: tl.constexpr, PENDING: tl.constexpr
+):  # fmt: skip
+    """The head's state[Dk, Dv] behind its pending tokens, those from `begin` to `place`. total: the decay
+    since `begin`."""
+    state *= tl.exp(total)
+    for p in range(begin, place):
+        at = p % PENDING
+        k = tl.load(keys + at * key.shape[0] + key) * tl.exp(total - tl.load(decays + at))
+        state += k[:, None] * tl.load(written + at * DV + value)[None, :]
+    return state
 
 
 @triton.jit
@@ -145,15 +170,20 @@ def _load_token(
 
 
 @triton.jit
-def _answer(state, needed, log, bias, weight, eps, dtype):
-    # The state behind a token of _load_token, and the layer's output for it, normed with `weight`.
-    q, k, v, own_a, own_b, gate = needed
+def _parts(needed, log, bias):
+    # q, k[Dk] of length 1, v[Dv], decay and beta of a token of _load_token.
+    q, k, v, own_a, own_b, _ = needed
     decay, beta = _decay_and_beta(own_a, own_b, log, bias)
-    v = _convolved(v[0], v[1], v[2], 1)
+    v = _convolved(v[0], v[1], v[2], 1).to(tl.float32)
     q, k = _unit(_convolved(q[0], q[1], q[2], 0), _convolved(k[0], k[1], k[2], 0))
-    state, result = _next_token(state, q, k, v, decay, beta)
+    return q, k, v, decay, beta
+
+
+@triton.jit
+def _output(result, gate, weight, eps, dtype):
+    # The layer's for a token whose rule gave result[Dv], normed with `weight`.
     wide = result.to(dtype).to(tl.float32)
-    return state, _normed(wide, tl.sum(wide * wide, axis=0), gate, weight, eps, result.shape[0], dtype)
+    return _normed(wide, tl.sum(wide * wide, axis=0), gate, weight, eps, result.shape[0], dtype)
 
 
 @triton.jit
@@ -168,11 +198,11 @@ def _keep_token(target, raw, qc, kc, vc, head, SHARE: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "starts", "first", "held"])
 def _decode_rows(
-    qkv, z, a, b, conv, a_log, dt_bias, norm, recurrent, inputs, slots, starts, first, held, out, eps,
-    x_stride, z_stride, a_stride, b_stride,
+    qkv, z, a, b, conv, a_log, dt_bias, norm, recurrent, inputs, keys, written, decays, begun,
+    slots, starts, first, held, out, eps, x_stride, z_stride, a_stride, b_stride,
     HEADS: tl.constexpr, SHARE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr,
-    TAPS: tl.constexpr, LENGTH: tl.constexpr, DRAFTS: tl.constexpr, PADDED: tl.constexpr,
-    NATIVE: tl.constexpr,
+    TAPS: tl.constexpr, LENGTH: tl.constexpr, PENDING: tl.constexpr, DRAFTS: tl.constexpr,
+    PADDED: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     # All of a layer for one head of a row. What a row reads of `inputs` no program writes in this step. A row
     # without drafts has one token. A loop over it would need more registers than there are.
@@ -205,7 +235,7 @@ def _decode_rows(
             decay, beta = _decay_and_beta(tl.load(gates), tl.load(gates + HEADS), log, bias)
             k, v = _convolved(k[0], k[1], k[2], 0), _convolved(v[0], v[1], v[2], 1)
             _, k = _unit(k, k)
-            state, _ = _next_token(state, k, k, v, decay, beta)
+            state, _ = _next_token(state, k, k, v.to(tl.float32), decay, beta)
         if (begin < place) | (begin == 0):
             tl.store(cells, state)
         weight = tl.load(norm + value)
@@ -214,11 +244,13 @@ def _decode_rows(
                 qkv, z, a, b, conv, inputs, start, token, place, qc, kc, vc, head,
                 x_stride, z_stride, a_stride, b_stride, WIDTH, TAPS, LENGTH, KEPT,
             )  # fmt: skip
-            state, result = _answer(state, needed, log, bias, weight, eps, out.dtype.element_ty)
+            q, k, v, decay, beta = _parts(needed, log, bias)
+            state, result = _next_token(state, q, k, v, decay, beta)
+            _, _, _, own_a, own_b, gate = needed
+            result = _output(result, gate, weight, eps, out.dtype.element_ty)
             tl.store(out + token * (HEADS * DV), result)
             target = inputs + (place + (token - start).to(tl.int32)) % LENGTH * KEPT
             _keep_token(target, raw, qc, kc, vc, head, SHARE)
-            _, _, _, own_a, own_b, _ = needed
             tl.store(target + C + head, own_a)
             tl.store(target + C + HEADS + head, own_b)
     else:
@@ -227,10 +259,40 @@ def _decode_rows(
             qkv, z, a, b, conv, inputs, start, start, place, qc, kc, vc, head,
             x_stride, z_stride, a_stride, b_stride, WIDTH, TAPS, LENGTH, KEPT,
         )  # fmt: skip
-        state = tl.load(cells, mask=(key >= 0)[:, None] & (place > 0), other=0.0)
+        begun += slot * HEADS + head
+        decays += (slot * HEADS + head) * PENDING
+        written += (slot * HEADS + head) * (PENDING * DV)
+        keys += (slot * (HEADS // SHARE) + head // SHARE) * (PENDING * DK)
+        begin = tl.load(begun, mask=place > 0, other=0)
+        state = tl.load(cells, mask=(key >= 0)[:, None] & (begin > 0), other=0.0)
+        at = tl.arange(0, PENDING)
+        pending = (place - 1 - at + PENDING) % PENDING < place - begin
+        decays_then = tl.load(decays + at, mask=pending, other=0.0)
+        keys_then = tl.load(keys + at[:, None] * DK + key[None, :], mask=pending[:, None], other=0.0)
+        written_then = tl.load(written + at[:, None] * DV + value[None, :], mask=pending[:, None], other=0.0)
+        total = _total_decay(decays, begin, place, PENDING)
         weight = tl.load(norm + value)
-        state, result = _answer(state, needed, log, bias, weight, eps, out.dtype.element_ty)
-        tl.store(cells, state)
+        q, k, v, decay, beta = _parts(needed, log, bias)
+        total += decay
+        # What the state and the pending tokens answer, their decays up to this token applied.
+        kept, left = tl.exp(total), tl.exp(tl.where(pending, total - decays_then, 0.0))
+        found = tl.sum(k[:, None] * state, axis=0) * kept
+        found += tl.sum((tl.sum(keys_then * k[None, :], axis=1) * left)[:, None] * written_then, axis=0)
+        result = tl.sum(q[:, None] * state, axis=0) * kept
+        result += tl.sum((tl.sum(keys_then * q[None, :], axis=1) * left)[:, None] * written_then, axis=0)
+        own = beta * (v - found)
+        result = _output(result + own * tl.sum(q * k, axis=0), needed[5], weight, eps, out.dtype.element_ty)
+        if (place + 1 + head) % PENDING == 0:  # of each row in every step as many heads
+            state = _settled(state, total, keys, written, decays, begin, place, key, value, DV, PENDING)
+            tl.store(cells, state + k[:, None] * own[None, :])
+            tl.store(begun, place + 1)
+        else:
+            tl.store(decays + place % PENDING, total)
+            tl.store(written + place % PENDING * DV + value, own)
+            if place == 0:
+                tl.store(begun, 0)
+        if head % SHARE == 0:
+            tl.store(keys + place % PENDING * DK + key, k)
         tl.store(out + start * (HEADS * DV), result)
         _keep_token(inputs + place % LENGTH * KEPT, raw, qc, kc, vc, head, SHARE)
 
@@ -269,11 +331,13 @@ def _convolve_rows(
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "starts", "first", "cuts", "saves"])
 def _keep_inputs(
-    x, inputs, slots, starts, first, cuts, saves, x_stride,
+    x, inputs, begun, slots, starts, first, cuts, saves, before, x_stride,
     C: tl.constexpr, KEPT: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr,
-    BLOCK: tl.constexpr, NATIVE: tl.constexpr,
+    BLOCK: tl.constexpr, HEADS: tl.constexpr, MOST_HEADS: tl.constexpr, PENDING: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
-    # A kernel of its own: the one before reads what is replaced here. At the row's end, and at its cut.
+    # A kernel of its own: the one before reads what is replaced here. At the row's end, and at its cut, where
+    # recurrent states will have seen all. before[rows, heads]: what they have seen when the row begins.
     wait_and_launch(NATIVE)
     row = tl.program_id(0)
     c, j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :], tl.arange(0, TAPS)[:, None]
@@ -289,6 +353,14 @@ def _keep_inputs(
         value = tl.load(x + source.to(tl.int64) * x_stride + c, mask=kept, other=0.0)
         p = place + (source - start)
         tl.store(inputs + (slot * LENGTH + p % LENGTH) * KEPT + c, value, mask=kept)
+        if PENDING:
+            head = tl.arange(0, MOST_HEADS)
+            own = (head < HEADS) & (tl.program_id(1) == 0) & (end > start)
+            cells = begun + slot * HEADS + head
+            if at == 0:
+                old = tl.load(cells, mask=own & (place > 0), other=0)
+                tl.store(before + row * HEADS + head, old, mask=own)
+            tl.store(cells, place + (end - start) + tl.zeros_like(head), mask=own)
 
 
 @triton.jit
@@ -380,9 +452,10 @@ def _chunk_writes(
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "starts", "first", "cuts", "saves"])
 def _chunk_states(
-    x, u, w, scores, factors, recurrent, slots, starts, first, cuts, saves, results,
+    x, u, w, scores, factors, recurrent, keys, written, decays, before,
+    slots, starts, first, cuts, saves, results,
     HEADS: tl.constexpr, SHARE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr, STAGES: tl.constexpr, NATIVE: tl.constexpr,
+    COLUMNS: tl.constexpr, STAGES: tl.constexpr, PENDING: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     wait_and_launch(NATIVE)
     KEYS: tl.constexpr = HEADS // SHARE * DK
@@ -394,31 +467,41 @@ def _chunk_states(
         return
     slot = tl.load(slots + row).to(tl.int64)
     cells = recurrent + ((slot * HEADS + head) * DK + key)[:, None] * DV + value[None, :]
-    state = tl.load(cells, mask=(key >= 0)[:, None] & (tl.load(first + row) > 0), other=0.0)
+    place = tl.load(first + row)
+    begin = place  # what the recurrent state has seen
+    if PENDING:
+        begin = tl.load(before + row * HEADS + head)
+    state = tl.load(cells, mask=(key >= 0)[:, None] & (begin > 0), other=0.0)
+    if PENDING:
+        decays += (slot * HEADS + head) * PENDING
+        written += (slot * HEADS + head) * (PENDING * DV)
+        keys += (slot * (HEADS // SHARE) + head // SHARE) * (PENDING * DK)
+        total = _total_decay(decays, begin, place, PENDING)
+        state = _settled(state, total, keys, written, decays, begin, place, key, value, DV, PENDING)
     dtype = x.dtype.element_ty
-    before = tl.cdiv(cut - start, SIZE)
-    for chunk in tl.range(0, before + tl.cdiv(end - cut, SIZE), num_stages=STAGES):
-        begin, bound = _bounds(start, cut, end, chunk, SIZE)
-        inside = begin + i < bound
+    early = tl.cdiv(cut - start, SIZE)
+    for chunk in tl.range(0, early + tl.cdiv(end - cut, SIZE), num_stages=STAGES):
+        first_token, bound = _bounds(start, cut, end, chunk, SIZE)
+        inside = first_token + i < bound
         own = inside[:, None]
-        t = (begin + i).to(tl.int64)
-        place = t * HEADS + head
-        w_tile = tl.load(w + place[:, None] * DK + key[None, :], mask=own, other=0.0)
-        u_tile = tl.load(u + place[:, None] * DV + value[None, :], mask=own, other=0.0)
+        t = (first_token + i).to(tl.int64)
+        cell = t * HEADS + head
+        w_tile = tl.load(w + cell[:, None] * DK + key[None, :], mask=own, other=0.0)
+        u_tile = tl.load(u + cell[:, None] * DV + value[None, :], mask=own, other=0.0)
         q_cells = x + t[:, None] * C + head // SHARE * DK + key[None, :]
         q = tl.load(q_cells, mask=own, other=0.0)
         k = tl.load(q_cells + KEYS, mask=own, other=0.0)
-        score = tl.load(scores + place[:, None] * SIZE + i[None, :], mask=own, other=0.0)
-        asked = tl.load(factors + place * 3, mask=inside, other=0.0)
-        left = tl.load(factors + place * 3 + 1, mask=inside, other=0.0)
-        kept = tl.load(factors + (begin.to(tl.int64) * HEADS + head) * 3 + 2)
+        score = tl.load(scores + cell[:, None] * SIZE + i[None, :], mask=own, other=0.0)
+        asked = tl.load(factors + cell * 3, mask=inside, other=0.0)
+        left = tl.load(factors + cell * 3 + 1, mask=inside, other=0.0)
+        kept = tl.load(factors + (first_token.to(tl.int64) * HEADS + head) * 3 + 2)
         rounded = state.to(dtype)
-        written = u_tile.to(tl.float32) - tl.dot(w_tile, rounded)
+        writes = u_tile.to(tl.float32) - tl.dot(w_tile, rounded)
         result = tl.dot(q, rounded) * asked[:, None]
-        result = tl.dot(score, written.to(dtype), result).to(dtype)
-        tl.store(results + place[:, None] * DV + value[None, :], result, mask=own)
-        state = tl.dot(tl.trans(k), (written * left[:, None]).to(dtype), state * kept)
-        if chunk == before - 1:  # read here alone: the loop has few registers left
+        result = tl.dot(score, writes.to(dtype), result).to(dtype)
+        tl.store(results + cell[:, None] * DV + value[None, :], result, mask=own)
+        state = tl.dot(tl.trans(k), (writes * left[:, None]).to(dtype), state * kept)
+        if chunk == early - 1:  # read here alone: the loop has few registers left
             other = tl.load(saves + row).to(tl.int64) - tl.load(slots + row)
             tl.store(cells + other * (HEADS * DK * DV), state)
     tl.store(cells, state)
@@ -460,19 +543,24 @@ def delta_net(
             f" a power of two from 32 on, and convolutions at most {_TOKENS} inputs"
         )
     decodes, prompts = rows.decodes, len(rows.slots) - rows.decodes
-    assert rows.first.is_contiguous()
+    assert rows.first.is_contiguous() and (states.pending is None) == (rows.held is not None)
+    recurrent, inputs, pending = states
+    size = 0 if pending is None else pending.decays.shape[-1]
+    keys, written, decays, begun = pending or 4 * [recurrent]  # which no kernel reads
     share = heads // ((channels - heads * dv) // (2 * dk))
     sizes = {"HEADS": heads, "SHARE": share, "DK": dk, "DV": dv}
     launch = {"NATIVE": NATIVE, "launch_pdl": NATIVE}
-    conv = {"WIDTH": width, "LENGTH": states.inputs.shape[1]}
+    conv = {"WIDTH": width, "LENGTH": inputs.shape[1]}
     taps = triton.next_power_of_2(width)
     out = torch.empty(tokens, heads * dv, dtype=qkv.dtype, device=qkv.device)
     strides = [x.stride(0) for x in (qkv, z, a, b)]
     if decodes:
         _decode_rows[decodes, heads](
-            *(qkv, z, a, b, *weights[:4], *states, *rows[:4], out, weights.eps, *strides),
+            *(qkv, z, a, b, *weights[:4], recurrent, inputs, keys, written, decays, begun),
+            *(*rows[:4], out, weights.eps, *strides),
             **(sizes | conv | launch),
             TAPS=taps,
+            PENDING=size,
             DRAFTS=rows.held is not None,
             PADDED=rows.padded,
             num_warps=4 if dk * dv <= 128 * 128 else 8,
@@ -489,13 +577,19 @@ def delta_net(
     searched = next(size for size in SEARCHED if prompts <= size)
     most = tokens if rows.padded else tokens - decodes  # of prompts
     _convolve_rows[most // _TOKENS + prompts, blocks](
-        *(qkv, weights.conv, states.inputs, slots, starts, first, convolved, prompts, strides[0]),
+        *(qkv, weights.conv, inputs, slots, starts, first, convolved, prompts, strides[0]),
         **(conv | launch),
         TOKENS=_TOKENS,
         ROWS=searched,
     )
+    before = torch.empty(prompts, heads, dtype=torch.int32, device=qkv.device)
     _keep_inputs[prompts, blocks](
-        *(qkv, states.inputs, slots, starts, first, cuts, saves, strides[0]), **(conv | launch), TAPS=taps
+        *(qkv, inputs, begun, slots, starts, first, cuts, saves, before, strides[0]),
+        **(conv | launch),
+        TAPS=taps,
+        HEADS=heads,
+        MOST_HEADS=triton.next_power_of_2(heads),
+        PENDING=size,
     )
     u, w, scores, results = (
         torch.empty(tokens, heads, size, dtype=qkv.dtype, device=qkv.device) for size in (dv, dk, CHUNK, dv)
@@ -514,11 +608,13 @@ def delta_net(
     if many and not rows.padded:  # fewer programs read queries and keys less often
         columns = min(2 * columns, dv)
     _chunk_states[dv // columns, heads, prompts](
-        *(convolved, u, w, scores, factors, states.recurrent, slots, starts, first, cuts, saves, results),
+        *(convolved, u, w, scores, factors, recurrent, keys, written, decays, before),
+        *(slots, starts, first, cuts, saves, results),
         **(sizes | launch),
         SIZE=CHUNK,
         COLUMNS=columns,
         STAGES=2,
+        PENDING=size,
     )
     normed = min(_NORMED, triton.next_power_of_2(heads))
     _gated_norm[tokens, triton.cdiv(heads, normed)](

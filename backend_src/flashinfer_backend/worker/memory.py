@@ -111,13 +111,14 @@ def _cache_format(config: EngineConfig, model: Transformer, layers: tuple[int, .
 
 
 def state_format(model: Transformer, drafts: int = 0) -> StateFormat | None:
-    """What layers with states keep; None where there are none. drafts: the most that a row has in a step."""
+    """What layers with states keep; None where there are none. drafts: the most that a row has in a step.
+    With any, tokens are held, so none are pending."""
     nets = model.spec.delta_nets
     if not nets:
         return None
     net = nets[0]
     sizes = net.value_heads, net.key_dim, net.value_dim, sum(net.widths), net.kernel
-    return StateFormat(len(nets), *sizes, model.dtype, drafts)
+    return StateFormat(len(nets), *sizes, model.dtype, drafts, 0 if drafts else model.ops.MOST_PENDING)
 
 
 def _num_snapshots(
