@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from flashinfer_backend.ops import torch_delta
+from flashinfer_backend.ops import delta_rows, torch_delta
 from flashinfer_backend.ops.torch_delta import DeltaRows, DeltaStates, DeltaWeights, Pending
 
 sys.path += [str(Path(__file__).parents[n] / name) for n, name in ((1, "unit"), (2, "perf_configs/kernels"))]
@@ -44,6 +44,14 @@ LARGE = [
 ]
 
 
+@pytest.fixture(params=["cuda", "triton"])
+def decode_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the kernel for Hopper, where it takes a case, and without."""
+    if request.param == "triton":
+        monkeypatch.setattr(delta_rows, "takes", lambda weights, states: False)
+
+
+@pytest.mark.usefixtures("decode_rows")
 @pytest.mark.parametrize("case", CASES + LARGE, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_kernels_compute_what_torch_does(case: Case, dtype: torch.dtype) -> None:
@@ -89,8 +97,16 @@ def long_row_errors(
     return [float((found - exact).norm() / exact.norm()) for exact, found in zip(*results, strict=True)]
 
 
-def test_states_are_written_once_in_many_steps() -> None:
-    check(Case(Sizes(16, 48, 128), [1, 1, 1, 40], 3), "cuda", torch.bfloat16, 20)
+@pytest.mark.usefixtures("decode_rows")
+@pytest.mark.parametrize("rows", [1, 9])
+def test_states_are_written_once_in_many_steps(rows: int) -> None:
+    check(Case(Sizes(16, 48, 128), [1] * rows + [40], rows, padding=2), "cuda", torch.bfloat16, 11)
+
+
+def test_hopper_has_a_kernel_for_decode_rows() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("not a Hopper GPU")
+    assert delta_rows.module(torch.device("cuda", 0)) is not None
 
 
 @pytest.mark.parametrize(("spread", "slowest"), [(1.0, 0.01), (0.03, 0.01), (0.03, 1e-6)])
@@ -100,6 +116,7 @@ def test_long_rows_keep_their_states_right(spread: float, slowest: float) -> Non
     assert max(errors) < 3e-2, errors
 
 
+@pytest.mark.usefixtures("decode_rows")
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_decode_steps_are_graphs(drafts: int) -> None:
     """Replayed, a graph goes on from the states that it left. With drafts, some of them enter the state."""

@@ -106,11 +106,12 @@ def settled(states: DeltaStates, slots: Tensor, behind: Tensor) -> Tensor:
             begin, state = int(begun[slot, head]), found[slot, head]
             assert end - decays.shape[-1] < begin <= end
             state *= float(begin > 0)
-            at = torch.arange(begin, end) % decays.shape[-1]
-            if not len(at):
+            positions, most = torch.arange(begin, end), decays.shape[-1]
+            if begin == end:
                 continue
+            at = (positions + head) % most
             last, own = decays[slot, head, at[-1]], decays[slot, head, at]
-            left = (last - own).exp()[:, None] * keys[slot, head // share, at]
+            left = (last - own).exp()[:, None] * keys[slot, head // share, positions % most]
             state *= last.exp()
             state += (left.mT @ written[slot, head, at]).to(state.device)
     return found

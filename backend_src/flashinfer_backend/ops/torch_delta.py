@@ -36,13 +36,16 @@ class DeltaWeights(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """What the last tokens of all slots wrote, where recurrent states are not written with every token: P
-    tokens at most, each at its position modulo P. A head's state behind a token at position t is
+    """What the last tokens of all slots wrote, P at most, where recurrent states are not written with every
+    token. A head's state behind a token at position t is
 
         exp(decays[t]) recurrent + sum over i from begun to t: exp(decays[t] - decays[i]) keys[i] written[i]
 
     keys[S, Hk, P, Dk], written[S, Hv, P, Dv] and decays[S, Hv, P], since `begun`, float32; begun[S, Hv],
-    int32: how many tokens of its sequence the recurrent state has seen. With none it counts as zeros."""
+    int32: how many tokens of its sequence the recurrent state has seen. With none it counts as zeros. A key
+    lies at its position modulo P, the others at their position plus their head's number, modulo P: head h's
+    state is written where that is P - 1, so in each step those of as many heads, and of a head what is
+    pending lies at the front."""
 
     keys: Tensor
     written: Tensor

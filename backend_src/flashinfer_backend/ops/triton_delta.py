@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels of gated delta net layers: ops.torch_delta.delta_net.
 
-Decode rows take one kernel, which is bound by reading the states once. What a token writes into a head's
-state is the product of its key and a vector. So a state is written once in MOST_PENDING tokens, and until
-then these products lie beside it (DeltaStates.pending). Prompts are computed in chunks of 64 tokens: one
-kernel computes what does not depend on the states, for all chunks at once, another goes through a row's
-chunks with its state in registers. No kernel needs the lengths of rows on the host.
+Decode rows take one kernel, which is bound by reading the states once; on Hopper delta_rows has a faster one.
+What a token writes into a head's state is the product of its key and a vector. So a state is written once in
+MOST_PENDING tokens; until then these products lie beside it (DeltaStates.pending). Prompts are computed in
+chunks of 64 tokens: one kernel computes what does not depend on the states, for all chunks at once, another
+goes through a row's chunks with its state in registers. No kernel needs the lengths of rows on the host.
 
 FlashInfer 0.6.18 has kernels of the rule alone (gdn_prefill, gdn_decode). On Hopper they read states without
 slots or transposed, prompts' queries, keys and values as three tensors with normed queries and keys, and of
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashinfer_backend.ops import device
+from flashinfer_backend.ops import delta_rows, device
 from flashinfer_backend.ops.torch_delta import CHUNK, L2_EPS, DeltaRows, DeltaStates, DeltaWeights
 from flashinfer_backend.ops.triton_prefetch import wait_and_launch
 
@@ -84,21 +84,22 @@ def _next_token(state, q, k, v, decay, beta):
 
 
 @triton.jit
-def _total_decay(decays, begin, place, PENDING: tl.constexpr):
+def _total_decay(decays, begin, place, head, PENDING: tl.constexpr):
     # Of a head's pending tokens, in log space.
-    return tl.load(decays + (place - 1) % PENDING, mask=begin < place, other=0.0)
+    return tl.load(decays + (place - 1 + head) % PENDING, mask=begin < place, other=0.0)
 
 
 @triton.jit
 def _settled(
-    state, total, keys, written, decays, begin, place, key, value, DV: tl.constexpr, PENDING: tl.constexpr
+    state, total, keys, written, decays, begin, place, head, key, value,
+    DV: tl.constexpr, PENDING: tl.constexpr,
 ):  # fmt: skip
     """The head's state[Dk, Dv] behind its pending tokens, those from `begin` to `place`. total: the decay
     since `begin`."""
     state *= tl.exp(total)
     for p in range(begin, place):
-        at = p % PENDING
-        k = tl.load(keys + at * key.shape[0] + key) * tl.exp(total - tl.load(decays + at))
+        at = (p + head) % PENDING
+        k = tl.load(keys + p % PENDING * key.shape[0] + key) * tl.exp(total - tl.load(decays + at))
         state += k[:, None] * tl.load(written + at * DV + value)[None, :]
     return state
 
@@ -265,12 +266,13 @@ def _decode_rows(
         keys += (slot * (HEADS // SHARE) + head // SHARE) * (PENDING * DK)
         begin = tl.load(begun, mask=place > 0, other=0)
         state = tl.load(cells, mask=(key >= 0)[:, None] & (begin > 0), other=0.0)
-        at = tl.arange(0, PENDING)
-        pending = (place - 1 - at + PENDING) % PENDING < place - begin
+        now, at = (place + head) % PENDING, tl.arange(0, PENDING)
+        pending = (at < now) & (place - now + at >= begin)
         decays_then = tl.load(decays + at, mask=pending, other=0.0)
-        keys_then = tl.load(keys + at[:, None] * DK + key[None, :], mask=pending[:, None], other=0.0)
+        key_cells = (place - now + at) % PENDING * DK
+        keys_then = tl.load(keys + key_cells[:, None] + key[None, :], mask=pending[:, None], other=0.0)
         written_then = tl.load(written + at[:, None] * DV + value[None, :], mask=pending[:, None], other=0.0)
-        total = _total_decay(decays, begin, place, PENDING)
+        total = _total_decay(decays, begin, place, head, PENDING)
         weight = tl.load(norm + value)
         q, k, v, decay, beta = _parts(needed, log, bias)
         total += decay
@@ -282,13 +284,13 @@ def _decode_rows(
         result += tl.sum((tl.sum(keys_then * q[None, :], axis=1) * left)[:, None] * written_then, axis=0)
         own = beta * (v - found)
         result = _output(result + own * tl.sum(q * k, axis=0), needed[5], weight, eps, out.dtype.element_ty)
-        if (place + 1 + head) % PENDING == 0:  # of each row in every step as many heads
-            state = _settled(state, total, keys, written, decays, begin, place, key, value, DV, PENDING)
+        if now == PENDING - 1:
+            state = _settled(state, total, keys, written, decays, begin, place, head, key, value, DV, PENDING)
             tl.store(cells, state + k[:, None] * own[None, :])
             tl.store(begun, place + 1)
         else:
-            tl.store(decays + place % PENDING, total)
-            tl.store(written + place % PENDING * DV + value, own)
+            tl.store(decays + now, total)
+            tl.store(written + now * DV + value, own)
             if place == 0:
                 tl.store(begun, 0)
         if head % SHARE == 0:
@@ -476,8 +478,8 @@ def _chunk_states(
         decays += (slot * HEADS + head) * PENDING
         written += (slot * HEADS + head) * (PENDING * DV)
         keys += (slot * (HEADS // SHARE) + head // SHARE) * (PENDING * DK)
-        total = _total_decay(decays, begin, place, PENDING)
-        state = _settled(state, total, keys, written, decays, begin, place, key, value, DV, PENDING)
+        total = _total_decay(decays, begin, place, head, PENDING)
+        state = _settled(state, total, keys, written, decays, begin, place, head, key, value, DV, PENDING)
     dtype = x.dtype.element_ty
     early = tl.cdiv(cut - start, SIZE)
     for chunk in tl.range(0, early + tl.cdiv(end - cut, SIZE), num_stages=STAGES):
@@ -554,7 +556,9 @@ def delta_net(
     taps = triton.next_power_of_2(width)
     out = torch.empty(tokens, heads * dv, dtype=qkv.dtype, device=qkv.device)
     strides = [x.stride(0) for x in (qkv, z, a, b)]
-    if decodes:
+    if decodes and delta_rows.takes(weights, states):
+        delta_rows.delta_rows((qkv, z, a, b), weights, states, rows, out)
+    elif decodes:
         _decode_rows[decodes, heads](
             *(qkv, z, a, b, *weights[:4], recurrent, inputs, keys, written, decays, begun),
             *(*rows[:4], out, weights.eps, *strides),

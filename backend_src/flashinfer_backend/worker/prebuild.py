@@ -46,7 +46,7 @@ Kind = str  # fa2 and fa3 are followed by options: fa2_window_cap, fa2_alibi
 # By how long a file of a module takes (290 to 3 s): what takes longest begins first.
 LONGEST_FIRST = (
     "all_reduce", "fa3", "sampling", "gated_linear", "int4_linear", "norm", "gated_linear_fp8", "fa2",
-    "blocks_linear", "silu", "gelu_tanh", "xqa",
+    "blocks_linear", "delta_rows", "silu", "gelu_tanh", "xqa",
 )  # fmt: skip
 ACTIVATIONS: tuple[Kind, ...] = ("silu", "gelu_tanh")  # with modules of their own
 FILE_MEMORY = 2 << 30  # bytes that compiling one file may take
@@ -94,6 +94,8 @@ def needed(
     blocks = any(product.format.startswith("fp8_block") for product in model.products if not product.experts)
     if capability == (9, 0) and blocks and _names_row_tiles():
         kinds.add("blocks_linear")
+    if capability == (9, 0) and model.delta_nets and config.speculative_method == "none":
+        kinds.add("delta_rows")
     if config.attention_backend == "xqa":
         kinds.add("xqa")
     if config.tensor_parallel_size > 1:
@@ -249,6 +251,10 @@ def _spec(kind: Kind, model: ModelSpec, config: EngineConfig, dtype: torch.dtype
         from flashinfer_backend.ops import blocks_linear
 
         return blocks_linear.spec()
+    if kind == "delta_rows":
+        from flashinfer_backend.ops import delta_rows
+
+        return delta_rows.spec()
     if kind == "int4_linear":
         from flashinfer_backend.ops import int4_linear
         from flashinfer_backend.ops.weight import FORMATS, Int4

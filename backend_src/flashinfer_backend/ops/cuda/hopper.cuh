@@ -120,6 +120,12 @@ __device__ __forceinline__ void load_bytes(uint32_t to, void const* from, uint32
                "l"(from), "r"(barrier), "r"(bytes)
                : "memory");
 }
+__device__ __forceinline__ void load_bytes(uint32_t to, void const* from, uint32_t barrier, int bytes, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %3, [%2], %4;" ::"r"(to),
+      "l"(from), "r"(barrier), "r"(bytes), "l"(policy)
+      : "memory");
+}
 __device__ __forceinline__ void store(CUtensorMap const* map, uint32_t from, int column, int row) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(column),
                "r"(row), "r"(from)

@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+// Launches delta_rows_kernel.cuh, for Python.
+
+#include "delta_rows_kernel.cuh"
+#include "hopper_launch.cuh"
+
+namespace {
+
+using tvm::ffi::Optional;
+
+template <typename T> T* data(TensorView const& tensor) { return static_cast<T*>(tensor.data_ptr()); }
+
+// The first `rows` rows of ops.torch_delta.delta_net, each of one token, with tokens pending: out[T, Hv 128],
+// qkv[T, C], z[T, Hv 128], a, b[T, Hv], conv[C, 4], norm[128] of 16 bits; a_log, dt_bias[Hv] float32; states as of
+// DeltaStates and Pending; slots, starts and first as of DeltaRows. starts: where the last of these rows can have no
+// tokens.
+template <typename T>
+void launch(TensorView out, TensorView qkv, TensorView z, TensorView a, TensorView b, TensorView conv, TensorView a_log,
+            TensorView dt_bias, TensorView norm, double eps, TensorView recurrent, TensorView inputs, TensorView keys,
+            TensorView written, TensorView decays, TensorView begun, TensorView slots, Optional<TensorView> starts,
+            TensorView first, int64_t rows) {
+  ffi::CUDADeviceGuard guard(out.device().device_id);
+  Params<T> p;
+  p.qkv = data<T>(qkv), p.z = data<T>(z), p.a = data<T>(a), p.b = data<T>(b), p.conv = data<T>(conv);
+  p.norm = data<T>(norm), p.a_log = data<float>(a_log), p.dt_bias = data<float>(dt_bias);
+  p.recurrent = data<float>(recurrent), p.keys = data<float>(keys), p.written = data<float>(written);
+  p.decays = data<float>(decays), p.inputs = data<T>(inputs), p.out = data<T>(out), p.begun = data<int>(begun);
+  p.slots = data<int>(slots), p.first = data<int>(first);
+  p.starts = starts.has_value() ? data<int>(starts.value()) : nullptr;
+  p.heads = recurrent.size(1), p.share = p.heads / keys.size(1), p.rows = rows, p.eps = eps;
+  p.qkv_stride = qkv.stride(0), p.z_stride = z.stride(0), p.a_stride = a.stride(0), p.b_stride = b.stride(0);
+  TVM_FFI_ICHECK(recurrent.size(2) == kDim && recurrent.size(3) == kDim && written.size(2) == kPending &&
+                 conv.size(1) == kTaps && inputs.size(1) == kTaps && inputs.size(2) == qkv.size(1) + 2 * p.heads)
+      << "heads of " << recurrent.size(2) << " and " << recurrent.size(3) << ", " << written.size(2)
+      << " pending tokens, a convolution of " << conv.size(1) << " inputs: should be 128, 128, 8 and 4";
+  auto kernel = delta_rows_kernel<T>;
+  constexpr int kShared = kMostStages * kStageBytes + sizeof(Shared);
+  // Once: a process has one device.
+  static cudaError_t const attribute = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+  check(attribute);
+  static int const blocks = Launch<Params<T>>(kernel, kThreads, kShared, 1, nullptr).clusters();
+  int items = rows * p.heads, each = (items + blocks - 1) / blocks;
+  p.stages = each < kMostStages ? each : kMostStages;
+  Launch<Params<T>> launch(kernel, kThreads, p.stages * kStageBytes + sizeof(Shared), 1, get_stream(out.device()));
+  launch.start(items < blocks ? items : blocks, p);
+}
+
+}  // namespace
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(delta_rows_bf16, launch<nv_bfloat16>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(delta_rows_f16, launch<half>);

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode rows of gated delta net layers in one Hopper kernel, which reads their states as fast as it can.
+
+cuda/delta_rows_kernel.cuh has the kernel; FlashInfer's build tools compile it once per machine. It is for
+Qwen3-Next's and Qwen3.5's sizes (`SIZES`). For others, without a compiler, on another GPU, and with drafts,
+triton_delta has a kernel of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashinfer_backend.ops import cuda_module
+from flashinfer_backend.ops.torch_delta import DeltaRows, DeltaStates, DeltaWeights
+
+SIZES = 128, 128, 4  # of a head's keys and values; inputs of a convolution
+
+
+def spec() -> Any:
+    """FlashInfer's description of how the module is built; its name changes with the source."""
+    return cuda_module.spec("delta_rows", "16_bits", [])
+
+
+def takes(weights: DeltaWeights, states: DeltaStates) -> bool:
+    """Whether the kernel is for rows of these, and could be built."""
+    fits = (*states.recurrent.shape[2:], weights.conv.shape[1]) == SIZES and states.pending is not None
+    fits = fits and weights.a_log.dtype == weights.dt_bias.dtype == torch.float32
+    return fits and module(states.recurrent.device) is not None
+
+
+def delta_rows(
+    parts: tuple[Tensor, Tensor, Tensor, Tensor],
+    weights: DeltaWeights,
+    states: DeltaStates,
+    rows: DeltaRows,
+    out: Tensor,
+) -> None:
+    """ops.torch_delta.delta_net of the first `rows.decodes` rows, whose outputs are written to out[T, Hv Dv].
+    parts: qkv, z, a, b. `takes` must be true. Padded: the rows without tokens come last of them."""
+    assert states.pending is not None
+    recurrent, inputs, pending = states
+    own = module(out.device)
+    call = own.delta_rows_bf16 if out.dtype == torch.bfloat16 else own.delta_rows_f16
+    given = (*weights[:4], weights.eps, recurrent, inputs, *pending)
+    starts = rows.starts if rows.padded else None
+    call(out, *parts, *given, rows.slots, starts, rows.first, rows.decodes)
+
+
+@functools.cache
+def module(place: torch.device) -> Any:
+    """The compiled module, or None where there is none."""
+    return cuda_module.load(
+        lambda: spec().build_and_load(), place, "decode rows of delta nets use a Triton kernel"
+    )
