@@ -84,17 +84,28 @@ def test_windows_and_soft_caps_have_modules_of_their_own():
     assert {kind for kind in varied if kind.startswith("fa")} == {"fa2", "fa2_alibi"}
 
 
+def test_the_kernel_of_delta_nets_is_for_hopper_without_drafts():
+    nets = bundled(architectures=["Qwen3_5ForCausalLM"], model_type="qwen3_5_text")
+    drafting = {"speculative_method": "ngram", "max_draft_len": 3}
+    assert kinds(model=nets) - kinds(model=nets, **drafting) == {"delta_rows"}
+    assert "delta_rows" not in kinds() | kinds((10, 0), model=nets)
+
+
 def test_the_kernel_of_blocks_is_compiled_where_numbers_name_its_tiles(monkeypatch):
     """Without a GPU, those of the device whose numbers others with its processor take."""
     blocks, named = (
         MODEL.with_format("fp8_block"),
         msgspec.structs.replace(tuned.fallback(), blocks_linear={"o": entries((8, RowTile()))}),
     )
-    assert "blocks_linear" not in kinds(model=blocks)
-    for numbers, needed in (
-        (named, True),
-        (msgspec.structs.replace(named, blocks_linear={"o": entries((8, None))}), False),
+    assert "blocks_linear" not in kinds(model=blocks)  # the H200's file has none for its shapes
+    (shape,) = {product.shape for product in blocks.products if product.role == "o"}
+    for tiles, needed in (
+        (entries((8, RowTile())), True),
+        (entries((8, RowTile()), shape=shape), True),
+        (entries((8, RowTile()), shape=(shape[0] + 128, shape[1])), False),
+        (entries((8, None)), False),
     ):
+        numbers = msgspec.structs.replace(named, blocks_linear={"o": tiles})
         monkeypatch.setattr(tuned, "load", {device.LIKE: numbers}.get)
         assert ("blocks_linear" in kinds(model=blocks)) == needed
     monkeypatch.setattr(tuned, "load", {device.LIKE: named}.get)

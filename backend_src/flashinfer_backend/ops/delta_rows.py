@@ -42,10 +42,9 @@ def delta_rows(
     """ops.torch_delta.delta_net of the first `rows.decodes` rows, whose outputs are written to out[T, Hv Dv].
     parts: qkv, z, a, b. `takes` must be true. Padded: the rows without tokens come last of them."""
     assert states.pending is not None
-    recurrent, inputs, pending = states
     own = module(out.device)
     call = own.delta_rows_bf16 if out.dtype == torch.bfloat16 else own.delta_rows_f16
-    given = (*weights[:4], weights.eps, recurrent, inputs, *pending)
+    given = (*weights[:4], weights.eps, *states[:2], *states.pending)
     starts = rows.starts if rows.padded else None
     call(out, *parts, *given, rows.slots, starts, rows.first, rows.decodes)
 

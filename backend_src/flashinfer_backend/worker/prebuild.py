@@ -91,8 +91,8 @@ def needed(
             kinds.add("gated_linear_fp8")
     if capability == (9, 0) and _int4_format(model):
         kinds.add("int4_linear")
-    blocks = any(product.format.startswith("fp8_block") for product in model.products if not product.experts)
-    if capability == (9, 0) and blocks and _names_row_tiles():
+    blocks = {p.shape for p in model.products if p.format.startswith("fp8_block") and not p.experts}
+    if capability == (9, 0) and _names_row_tiles(blocks):
         kinds.add("blocks_linear")
     if capability == (9, 0) and model.delta_nets and config.speculative_method == "none":
         kinds.add("delta_rows")
@@ -103,12 +103,13 @@ def needed(
     return kinds
 
 
-def _names_row_tiles() -> bool:
+def _names_row_tiles(shapes: set[tuple[int, int]]) -> bool:
     """Whether the device's numbers, or without a GPU those that a Hopper GPU would have, name a tile of
-    ops.blocks_linear."""
+    ops.blocks_linear for a weight of one of these shapes."""
     numbers = device.active() if torch.cuda.is_available() else tuned.load(device.LIKE)
     entries = chain.from_iterable(numbers.blocks_linear.values() if numbers else ())
-    return any(tile for entry in entries for _, tile in entry.steps)
+    named = [entry for entry in entries if any(tile for _, tile in entry.steps)]
+    return any(entry.shape in shapes or (entry.shape is None and shapes) for entry in named)
 
 
 def needed_by(
