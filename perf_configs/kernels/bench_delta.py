@@ -53,14 +53,17 @@ class Layer:
         self.states = states.layers[0]
 
     def step(self, lengths: list[int], decodes: int, held: int | None = None) -> Callable[[], object]:
-        """A step of rows that go on at positions from 100 on, half of what can be pending behind what their
-        states have seen. held: as of DeltaRows, of all rows."""
+        """A step of rows that go on at position 100, or of decode rows without drafts one position further
+        with each call (by a kernel of its own, of some 2 us): their heads' states have seen as many tokens as
+        in serving. held: as of DeltaRows, of all rows."""
 
         def words(values: list[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
-        if (pending := self.states.pending) is not None:
-            pending.begun.fill_(100 - MOST_PENDING // 2)
+        moving = decodes > 0 and self.states.pending is not None
+        if self.states.pending is not None:
+            heads = torch.arange(self.heads, dtype=torch.int32, device=DEVICE)
+            self.states.pending.begun.copy_(100 - (100 + heads) % MOST_PENDING if moving else heads * 0 + 100)
         rows, sizes = len(lengths), [self.channels, self.heads * DIM, self.heads, self.heads]
         product = torch.randn(sum(lengths), sum(sizes), device=DEVICE).bfloat16()
         parts = product.split(sizes, dim=-1)
@@ -70,7 +73,14 @@ class Layer:
             None if held is None else words([held] * rows),
             decodes,
         )
-        return lambda: delta_net(*parts, self.weights, self.states, own)
+
+        def call() -> Tensor:
+            out = delta_net(*parts, self.weights, self.states, own)
+            if moving:
+                own.first.add_(1)
+            return out
+
+        return call
 
     def flashinfer_step(self, lengths: list[int], decodes: int, held: int | None) -> Callable[[], object]:
         shape = (sum(lengths), self.heads, DIM)
@@ -84,11 +94,14 @@ class Layer:
         return flashinfer_rule(*inputs, states, lengths, decodes > 0)
 
     def moved(self, lengths: list[int]) -> float:
-        """Bytes: states both ways (of single tokens they are written once in MOST_PENDING steps), and the
-        convolution's past inputs; tokens' inputs and results."""
+        """Bytes: states both ways, or for decode rows without drafts once, and once in MOST_PENDING steps the
+        other way, with what is pending; the convolution's past inputs; tokens' inputs and results."""
         rows, tokens, two, four = len(lengths), sum(lengths), 2, 4
-        ways = 2.0 if self.states.pending is None or max(lengths) > 1 else 1 + 1 / MOST_PENDING
-        each = ways * four * self.heads * DIM * DIM + 2 * two * (WIDTH - 1) * self.channels
+        each = 2 * four * self.heads * DIM * DIM + 2 * two * (WIDTH - 1) * self.channels
+        if self.states.pending is not None and max(lengths) == 1:
+            pending = (MOST_PENDING - 1) / 2 + 1  # read, and written
+            each -= four * self.heads * DIM * DIM * (1 - 1 / MOST_PENDING)
+            each += pending * four * DIM * (self.heads + self.key_heads)
         return rows * each + two * tokens * (self.channels + 2 * self.heads * DIM + 2 * self.heads)
 
 

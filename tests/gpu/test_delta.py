@@ -41,6 +41,7 @@ LARGE = [
     Case(Sizes(16, 48, 128), [2, 3], 2, 2),
     Case(Sizes(8, 16, 128), [1, 1, 300], 2),  # a rank of two
     Case(Sizes(16, 64, 128), [1, 100], 1),  # 122B-A10B
+    Case(Sizes(2, 6, 128), [1, 1, 1, 70], 3, padding=1),  # 27B on a rank of eight
 ]
 
 
@@ -101,6 +102,33 @@ def long_row_errors(
 @pytest.mark.parametrize("rows", [1, 9])
 def test_states_are_written_once_in_many_steps(rows: int) -> None:
     check(Case(Sizes(16, 48, 128), [1] * rows + [40], rows, padding=2), "cuda", torch.bfloat16, 11)
+
+
+@pytest.mark.usefixtures("decode_rows")
+def test_padding_of_decode_rows_shares_a_slot() -> None:
+    """At position 0: the other rows' results are as without it."""
+    from flashinfer_backend.ops import triton_delta
+
+    sizes, rows = QWEN, 6
+    parts = split_inputs(sizes, inputs_of(sizes, rows, torch.Generator().manual_seed(0)).cuda().bfloat16())
+    conv, zeros = torch.ones(sizes.channels, WIDTH).cuda().bfloat16(), torch.zeros(sizes.value_heads).cuda()
+    weights = DeltaWeights(conv, zeros, zeros, torch.ones(sizes.dim).cuda().bfloat16(), 1e-6)
+    results = []
+    for count in (2, rows):
+        state = torch.ones(4, sizes.value_heads, sizes.dim, sizes.dim).cuda()
+        inputs = torch.ones(4, WIDTH, sizes.channels + 2 * sizes.value_heads).cuda().bfloat16()
+        states = DeltaStates(state, inputs, pending_of(triton_delta, sizes, 4, "cuda"))
+        assert states.pending is not None
+        states.pending.begun[:2] = 24
+        given = words(0, 1, 3, 3, 3, 3), words(*range(rows + 1)), words(24, 24, 0, 0, 0, 0)
+        slots, starts, first = (x[:n] for x, n in zip(given, (count, count + 1, count), strict=True))
+        for _ in range(9):
+            own = DeltaRows(slots, starts, first, None, count)
+            out = triton_delta.delta_net(*(x[:count] for x in parts), weights, states, own)
+            first[:2] += 1
+        results.append((out[:2].clone(), state[:2]))
+    for alone, found in zip(*results, strict=True):
+        assert torch.equal(alone, found)
 
 
 def test_hopper_has_a_kernel_for_decode_rows() -> None:

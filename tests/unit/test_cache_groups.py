@@ -72,9 +72,10 @@ def test_what_a_chunk_was_promised_no_other_one_of_its_step_gets() -> None:
 
 def test_copied_rows_are_the_same_however_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are copied some at a time, in all layers together."""
-    states = StateFormat(3, 4, 16, 32, 128, 4, torch.bfloat16).allocate(20, torch.device("cpu"))
+    states = StateFormat(3, 4, 16, 32, 192, 4, torch.bfloat16, 0, 8).allocate(20, torch.device("cpu"))
+    assert len(states._all) == 6
     for each in states._all:
-        each.normal_()
+        each.copy_(9 * torch.randn(each.shape))
     before = [each.clone() for each in states._all]
     sources, targets = (torch.arange(n, n + 7, dtype=torch.int32, device="cpu") for n in (0, 10))
     monkeypatch.setattr(

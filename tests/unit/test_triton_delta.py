@@ -105,7 +105,8 @@ def settled(states: DeltaStates, slots: Tensor, behind: Tensor) -> Tensor:
         for head in range(written.shape[1]):
             begin, state = int(begun[slot, head]), found[slot, head]
             assert end - decays.shape[-1] < begin <= end
-            state *= float(begin > 0)
+            if begin == 0:
+                state.zero_()
             positions, most = torch.arange(begin, end), decays.shape[-1]
             if begin == end:
                 continue
@@ -146,6 +147,7 @@ def check(case: Case, where: str, dtype: torch.dtype, steps: int = 2) -> None:
         if lengths[row] > WIDTH:
             cuts[row] += words([64, WIDTH, 37][row % 3]).clamp(max=lengths[row] - 1)
     saves = words(range(rows + 2, places))
+    states[0][slots[first == 0].long()] = torch.nan  # another sequence's
     kinds = [(torch_delta, "cpu", torch.float32), (triton_delta, where, dtype)]
     own_states = []
     for ops, device, kind in kinds:
@@ -153,7 +155,7 @@ def check(case: Case, where: str, dtype: torch.dtype, steps: int = 2) -> None:
         pending = None
         if most := 0 if drafts else getattr(ops, "MOST_PENDING"):  # noqa: B009
             pending = nothing_pending(sizes, places, most)
-            pending.begun[slots.long()] = first[:, None]
+            pending.begun[slots.long()] = torch.where(first == 0, 77, first)[:, None]  # of others before
             pending = Pending(*(x.to(device) for x in pending))
         own_states.append(DeltaStates(recurrent, inputs.to(dtype).to(kind), pending))
     in_state = torch.zeros(places, dtype=torch.int32)

@@ -18,6 +18,7 @@ from flashinfer_backend.ops import cuda_module
 from flashinfer_backend.ops.torch_delta import DeltaRows, DeltaStates, DeltaWeights
 
 SIZES = 128, 128, 4  # of a head's keys and values; inputs of a convolution
+PENDING = 8  # tokens
 
 
 def spec() -> Any:
@@ -27,9 +28,13 @@ def spec() -> Any:
 
 def takes(weights: DeltaWeights, states: DeltaStates) -> bool:
     """Whether the kernel is for rows of these, and could be built."""
-    fits = (*states.recurrent.shape[2:], weights.conv.shape[1]) == SIZES and states.pending is not None
+    recurrent, inputs, pending = states
+    if pending is None or pending.decays.shape[-1] != PENDING:
+        return False
+    fits = (*recurrent.shape[2:], weights.conv.shape[1]) == SIZES
     fits = fits and weights.a_log.dtype == weights.dt_bias.dtype == torch.float32
-    return fits and module(states.recurrent.device) is not None
+    fits = fits and weights.conv.dtype == weights.norm.dtype == inputs.dtype != torch.float32
+    return fits and module(recurrent.device) is not None
 
 
 def delta_rows(

@@ -42,10 +42,10 @@ class Pending(NamedTuple):
         exp(decays[t]) recurrent + sum over i from begun to t: exp(decays[t] - decays[i]) keys[i] written[i]
 
     keys[S, Hk, P, Dk], written[S, Hv, P, Dv] and decays[S, Hv, P], since `begun`, float32; begun[S, Hv],
-    int32: how many tokens of its sequence the recurrent state has seen. With none it counts as zeros. A key
-    lies at its position modulo P, the others at their position plus their head's number, modulo P: head h's
-    state is written where that is P - 1, so in each step those of as many heads, and of a head what is
-    pending lies at the front."""
+    int32: how many tokens of its sequence the recurrent state has seen. Where it is 0, recurrent counts as
+    zeros. A key lies at its position modulo P, the others at their position plus their head's number, modulo
+    P. Head h's state is written where that is P - 1: in each step those of as many heads, and what is pending
+    of a head lies at the front."""
 
     keys: Tensor
     written: Tensor
@@ -74,7 +74,8 @@ class DeltaRows(NamedTuple):
     saves[i] as well. Where cuts[i] is the row's start, none are; else it has as many tokens before it as the
     convolution has inputs. None: no row keeps any.
 
-    padded: rows can have no tokens, and tokens behind the last row are padding; neither changes a state."""
+    padded: rows can have no tokens, of the first `decodes` the last ones, and tokens behind the last row are
+    padding; neither changes a state."""
 
     slots: Tensor
     starts: Tensor

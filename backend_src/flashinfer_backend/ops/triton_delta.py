@@ -30,9 +30,8 @@ _TOKENS = 16  # the same; no fewer than inputs of the convolution
 _STATE_COLUMNS = 32  # values of a head, of a program that goes through a row's chunks
 _NORMED = 8  # heads of a program
 SEARCHED = (16, 128, 1024, 8192)  # rows, of variants of the kernels that look for their row
-MOST_PENDING = (
-    8  # tokens, of DeltaStates.pending. With more, they are read more often than states are written
-)
+# Tokens, of DeltaStates.pending: reading more would cost what writing states less often saves.
+MOST_PENDING = 8
 
 _EPS = tl.constexpr(L2_EPS)
 _BLOCK = tl.constexpr(16)  # rows of a chunk whose inverse is computed one row after another
@@ -197,7 +196,7 @@ def _keep_token(target, raw, qc, kc, vc, head, SHARE: tl.constexpr):
     tl.store(target + vc, v)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "starts", "first", "held"])
+@triton.jit(do_not_specialize_on_alignment=["slots", "starts", "first", "held", "begun"])
 def _decode_rows(
     qkv, z, a, b, conv, a_log, dt_bias, norm, recurrent, inputs, keys, written, decays, begun,
     slots, starts, first, held, out, eps, x_stride, z_stride, a_stride, b_stride,
@@ -264,9 +263,9 @@ def _decode_rows(
         decays += (slot * HEADS + head) * PENDING
         written += (slot * HEADS + head) * (PENDING * DV)
         keys += (slot * (HEADS // SHARE) + head // SHARE) * (PENDING * DK)
-        begin = tl.load(begun, mask=place > 0, other=0)
-        state = tl.load(cells, mask=(key >= 0)[:, None] & (begin > 0), other=0.0)
         now, at = (place + head) % PENDING, tl.arange(0, PENDING)
+        begin = tl.maximum(tl.load(begun, mask=place > 0, other=0), place - now)
+        state = tl.load(cells, mask=(key >= 0)[:, None] & (begin > 0), other=0.0)
         pending = (at < now) & (place - now + at >= begin)
         decays_then = tl.load(decays + at, mask=pending, other=0.0)
         key_cells = (place - now + at) % PENDING * DK
@@ -331,7 +330,7 @@ def _convolve_rows(
     tl.store(target, _silu(summed).to(out.dtype.element_ty), mask=(t < end)[:, None] & channel)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "starts", "first", "cuts", "saves"])
+@triton.jit(do_not_specialize_on_alignment=["slots", "starts", "first", "cuts", "saves", "begun"])
 def _keep_inputs(
     x, inputs, begun, slots, starts, first, cuts, saves, before, x_stride,
     C: tl.constexpr, KEPT: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr,
@@ -472,7 +471,7 @@ def _chunk_states(
     place = tl.load(first + row)
     begin = place  # what the recurrent state has seen
     if PENDING:
-        begin = tl.load(before + row * HEADS + head)
+        begin = tl.maximum(tl.load(before + row * HEADS + head), place - (place + head) % PENDING)
     state = tl.load(cells, mask=(key >= 0)[:, None] & (begin > 0), other=0.0)
     if PENDING:
         decays += (slot * HEADS + head) * PENDING

@@ -33,8 +33,8 @@ class EngineSocket:
         self._socket.rcvhwm = 0
         self._socket.router_mandatory = True  # a stub that has left is an error we see, not a silent drop
         self._path = run_dir / protocol.SOCKET
+        self._parent = os.pidfd_open(parent_pid)  # before others can see that the engine is there
         self._socket.bind(protocol.socket_address(run_dir))
-        self._parent = os.pidfd_open(parent_pid)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._parent, zmq.POLLIN)

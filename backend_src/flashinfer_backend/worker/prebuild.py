@@ -37,7 +37,7 @@ from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.parent import end_with_parent
 from flashinfer_backend.core.progress import telling
 from flashinfer_backend.models.spec import ModelSpec
-from flashinfer_backend.ops import device
+from flashinfer_backend.ops import delta_rows, device
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,8 @@ def needed(
     blocks = {p.shape for p in model.products if p.format.startswith("fp8_block") and not p.experts}
     if capability == (9, 0) and _names_row_tiles(blocks):
         kinds.add("blocks_linear")
-    if capability == (9, 0) and model.delta_nets and config.speculative_method == "none":
+    nets = {(net.key_dim, net.value_dim, net.kernel) for net in model.delta_nets}
+    if capability == (9, 0) and delta_rows.SIZES in nets and config.speculative_method == "none":
         kinds.add("delta_rows")
     if config.attention_backend == "xqa":
         kinds.add("xqa")
@@ -253,8 +254,6 @@ def _spec(kind: Kind, model: ModelSpec, config: EngineConfig, dtype: torch.dtype
 
         return blocks_linear.spec()
     if kind == "delta_rows":
-        from flashinfer_backend.ops import delta_rows
-
         return delta_rows.spec()
     if kind == "int4_linear":
         from flashinfer_backend.ops import int4_linear

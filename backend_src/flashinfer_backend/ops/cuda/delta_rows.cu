@@ -12,8 +12,8 @@ template <typename T> T* data(TensorView const& tensor) { return static_cast<T*>
 
 // The first `rows` rows of ops.torch_delta.delta_net, each of one token, with tokens pending: out[T, Hv 128],
 // qkv[T, C], z[T, Hv 128], a, b[T, Hv], conv[C, 4], norm[128] of 16 bits; a_log, dt_bias[Hv] float32; states as of
-// DeltaStates and Pending; slots, starts and first as of DeltaRows. starts: where the last of these rows can have no
-// tokens.
+// DeltaStates and Pending; slots, starts and first as of DeltaRows, int32. starts: where the last of these rows can
+// have no tokens. Only qkv, z, a and b can have strides, of rows.
 template <typename T>
 void launch(TensorView out, TensorView qkv, TensorView z, TensorView a, TensorView b, TensorView conv, TensorView a_log,
             TensorView dt_bias, TensorView norm, double eps, TensorView recurrent, TensorView inputs, TensorView keys,
@@ -33,6 +33,8 @@ void launch(TensorView out, TensorView qkv, TensorView z, TensorView a, TensorVi
                  conv.size(1) == kTaps && inputs.size(1) == kTaps && inputs.size(2) == qkv.size(1) + 2 * p.heads)
       << "heads of " << recurrent.size(2) << " and " << recurrent.size(3) << ", " << written.size(2)
       << " pending tokens, a convolution of " << conv.size(1) << " inputs: should be 128, 128, 8 and 4";
+  TVM_FFI_ICHECK(qkv.stride(1) == 1 && z.stride(1) == 1 && a.stride(1) == 1 && b.stride(1) == 1)
+      << "qkv, z, a and b should lie densely within a row";
   auto kernel = delta_rows_kernel<T>;
   constexpr int kShared = kMostStages * kStageBytes + sizeof(Shared);
   // Once: a process has one device.

@@ -3,8 +3,8 @@
 // ops/triton_delta.py's _decode_rows does where tokens are pending.
 //
 // The time is that of reading the states, 64 KiB each. A block goes through heads of rows; one thread brings their
-// states to a ring in shared memory, so that memory is busy while others compute. Two groups of four warps prepare
-// what a token's query, key, value and gates are, each every other head of a row, and eight warps do the rest.
+// states to a ring in shared memory, so that memory is busy while others compute. Two groups of four warps take turns
+// to prepare a head's query, key, value and gates, and eight warps do the rest.
 #pragma once
 
 #include "hopper.cuh"
@@ -44,7 +44,8 @@ struct Shared {
   Entry entries[2];                // by group that prepares
   float sums[2][2][2][kDim];       // of heads in turn, halves of keys: what the state answers to key and query
   float2 pending[2][kPending];     // the same: what a pending key answers, with `left`
-  float written[kDim], squares[4], lengths[2][4][3];
+  float written[kDim];             // what the token writes, where the state is written
+  float squares[4], lengths[2][4][3];  // of warps: of results, to norm them; of queries and keys, by group
   alignas(8) uint64_t full[kMostStages], empty[kMostStages], ready[2], taken[2];
 };
 
@@ -129,13 +130,12 @@ template <typename T> __device__ __forceinline__ void prepare(Params<T> const& p
         past[part][tap] = at < 0 ? rounded<T>(0.0f) : inputs[at % kTaps * kept_channels + channel[part]];
       }
     }
-    int begin = place > 0 ? p.begun[state] : 0;
-    int now = (place + head) % kPending;
+    int now = (place + head) % kPending, begin = place > 0 ? max(p.begun[state], place - now) : 0;
     float decay_then = p.decays[state * kPending + lane % kPending];
     float total = begin < place ? p.decays[state * kPending + now - 1] : 0.0f;
     float step = wide(p.a[row * p.a_stride + head]) + p.dt_bias[head], beta = wide(p.b[row * p.b_stride + head]);
     float gate = wide(p.z[row * p.z_stride + head * kDim + c]);
-    step = step > 20.0f ? step : __logf(1.0f + __expf(fminf(step, 20.0f)));
+    step = step > 20.0f ? step : log1pf(__expf(fminf(step, 20.0f)));
     total -= __expf(p.a_log[head]) * step;
     float values[3];
 #pragma unroll

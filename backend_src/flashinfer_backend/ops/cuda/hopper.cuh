@@ -81,7 +81,7 @@ __device__ __forceinline__ float4 load_shared_floats(uint32_t from) {
                : "memory");
   return v;
 }
-// Weights pass through L2 once: what else is there stays longer.
+// What passes through L2 once, such as weights: what else is there stays longer.
 __device__ __forceinline__ uint64_t read_once() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
