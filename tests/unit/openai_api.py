@@ -10,6 +10,7 @@ from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.openai.app import make_app
 from flashinfer_backend.openai.model import Model
 from flashinfer_backend.openai.served_model import ServedModel
+from flashinfer_backend.openai.turns import Turns
 
 
 class Api:
@@ -25,7 +26,9 @@ class Api:
         self.served = ServedModel(model, metrics)
         limits = SimpleNamespace(vocab_size=2048, max_seq_len=longest, max_input_len=longest - 1)
         self.engines = SimpleNamespace(status=limits, up=True)
-        self.served.link = SimpleNamespace(engines=self.engines)  # type: ignore[assignment]
+        self.served.link = SimpleNamespace(  # type: ignore[assignment]
+            engines=self.engines, check_room=lambda count=1: None, turns=Turns()
+        )
         self._app = make_app([self.served], **{"max_body_bytes": 32 << 20, **access})
 
     def call(self, *asked: Any, **named: str) -> tuple[int, dict[str, str], Any]:

@@ -53,6 +53,9 @@ class Sent:
     def cancel(self, handle: int) -> None:
         pass
 
+    def refusal(self, count: int) -> None:
+        pass
+
 
 @pytest.fixture
 def answered(tmp_path: Path) -> Answered:

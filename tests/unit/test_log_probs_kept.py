@@ -51,7 +51,7 @@ def test_what_is_kept_of_a_token_is_packed(log_probs: bool, most: int) -> None:
     an API process."""
     params = SamplingParams(max_tokens=9999, log_probs=log_probs, top_logprobs=TOP * log_probs)
     row = GenerationRequest(np.array([5], "<i4"), params)
-    sequence = Generation(row, lambda handle: None, lambda: None)
+    sequence = Generation(row, lambda handle: None, lambda own: None)
     sent = reports(10_000)
     tracemalloc.start()
     for token, data in enumerate(sent, 5000):
@@ -81,7 +81,9 @@ async def submitted(body: dict[str, Any]) -> int:
         return len(handed)
 
     status = SimpleNamespace(vocab_size=2048, max_seq_len=LONG, max_input_len=LONG - 1)
-    engines: Any = SimpleNamespace(up=True, status=status, submit=submit, cancel=lambda handle: None)
+    engines: Any = SimpleNamespace(
+        up=True, status=status, submit=submit, cancel=lambda handle: None, refusal=lambda count: None
+    )
     model = Model(["small"], EngineConfig(model_dir=str(resolve_model_dir("bundled"))), openai_defaults=True)
     served = ServedModel(model, Any)
     served.link = EngineLink(engines, asyncio.get_running_loop(), LogitsRoom())

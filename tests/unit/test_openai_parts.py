@@ -85,7 +85,7 @@ def test_many_stop_words_are_tokenised_in_a_thread() -> None:
     metrics: Any = None
     served: Any = ServedModel(Model(["m"], EngineConfig(model_dir="bundled")), metrics)
     find, in_main = served.special_stops, []
-    served.link = SimpleNamespace(generate=lambda *args: None)
+    served.link = SimpleNamespace(generate=lambda *args: None, check_room=lambda count=1: None)
     served.special_stops = lambda words: (
         in_main.append(threading.current_thread() is threading.main_thread()) or find(words)
     )
@@ -621,7 +621,7 @@ def test_log_probabilities_of_many_tokens_go_out_with_one_piece_of_text() -> Non
 def test_tokens_that_a_request_has_made_itself_are_not_cached_ones() -> None:
     """Its second sequence finds what the first has made of their prompt, and may end before it. Drafts of
     all its sequences count."""
-    link: Any = SimpleNamespace(engines=SimpleNamespace(cancel=None))
+    link: Any = SimpleNamespace(engines=SimpleNamespace(cancel=None), schedule=None)
     streams = Streams(link)
     row = GenerationRequest(np.arange(40, dtype="<i4"), SamplingParams(max_tokens=9))
     first, second = (Stream(row, link, streams) for _ in range(2))

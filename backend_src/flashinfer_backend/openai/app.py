@@ -38,10 +38,11 @@ from flashinfer_backend.openai.anthropic import count_tokens, message
 from flashinfer_backend.openai.chat import chat
 from flashinfer_backend.openai.completions import completions
 from flashinfer_backend.openai.compressed_bodies import decompressed, encoding_of
+from flashinfer_backend.openai.connection import client_left
 from flashinfer_backend.openai.embeddings import embeddings, rerank, score
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.link import SHUTTING_DOWN, unavailable
-from flashinfer_backend.openai.metrics import Metrics, ModelState
+from flashinfer_backend.openai.metrics import Metrics, ModelState, Pages
 from flashinfer_backend.openai.openapi import schema
 from flashinfer_backend.openai.profiling import (
     StartProfile,
@@ -70,6 +71,7 @@ from flashinfer_backend.openai.requests import (
 from flashinfer_backend.openai.responses import input_page, input_tokens, reads_kept, responses, store_of
 from flashinfer_backend.openai.served_model import Answering, ServedModel, find_model
 from flashinfer_backend.openai.tokens import detokenize, tokenize
+from flashinfer_backend.openai.turns import Turns
 
 PAGE = Path(__file__).with_name("page.html")
 OPEN_PATHS = ("/", "/health", "/metrics")  # without a key
@@ -80,6 +82,7 @@ SWITCHED_OFF = {
 }  # paths that need a setting
 MANY_BODIES = 8  # of the largest size, at the same time
 LARGE_BODY = 1 << 14  # bytes from which a body is read in a thread, so that streams go on
+SMALL_BODY = 1 << 12  # bytes up to which a request does not wait for many larger ones that came before
 READERS = 2  # threads for them; further large bodies wait
 Read = TypeVar("Read")
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -113,9 +116,9 @@ def make_app(
 ) -> ASGIApp:
     """The ASGI application of one process. models: all that it serves. keys: of clients; without any, all may
     send requests. origins: whose pages may, in browsers."""
-    shared, posts, bodies = models[0].metrics, _posts(models), Bodies(max_body_bytes)
+    shared, posts, bodies, turns = models[0].metrics, _posts(models), Bodies(max_body_bytes), Turns()
     routes = [
-        Route(path, _endpoint(post, models, bodies), methods=["POST"])
+        Route(path, _endpoint(post, models, bodies, turns), methods=["POST"])
         for post in posts
         for path in post.paths()
     ]
@@ -174,10 +177,13 @@ def _posts(models: Sequence[ServedModel]) -> list[Post]:
 
 
 def _endpoint(
-    post: Post, models: Sequence[ServedModel], bodies: Bodies
+    post: Post, models: Sequence[ServedModel], bodies: Bodies, turns: Turns
 ) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         async with bodies.arriving(request) as body:
+            await turns.take(len(body) > SMALL_BODY)
+            if client_left():
+                raise ClientDisconnect
             asked = await bodies.read(len(body), decode, post.kind, body or post.no_body)
             served = post.choose(models, asked)
             if post.tasks:
@@ -219,7 +225,8 @@ def _of_kept_responses(served: ServedModel) -> Iterator[Route]:
 
     async def input_items(request: Request) -> Response:
         store, query = store_of(served), convert(ItemsQuery, request.query_params)
-        return _json(await asyncio.to_thread(input_page, store, request.path_params["name"], query))
+        page = partial(input_page, store, request.path_params["name"], query)
+        return await asyncio.to_thread(lambda: _json(page()))
 
     for prefix in VERSIONS:
         yield Route(prefix + "/responses/{name}/input_items", input_items)
@@ -235,7 +242,7 @@ def _of_state(models: Sequence[ServedModel]) -> Iterator[Route]:
     async def version(request: Request) -> Response:
         return _json({"version": __version__})
 
-    async def metrics(request: Request) -> Response:
+    def metrics_page() -> bytes:
         states = [
             ModelState(
                 served.name,
@@ -245,7 +252,12 @@ def _of_state(models: Sequence[ServedModel]) -> Iterator[Route]:
             )
             for served in models
         ]
-        return Response(models[0].metrics.text(states), headers={"content-type": METRICS_TYPE})
+        return models[0].metrics.text(states)
+
+    pages = Pages(metrics_page)
+
+    async def metrics(request: Request) -> Response:
+        return Response(await pages.next(), headers={"content-type": METRICS_TYPE})
 
     async def page(request: Request) -> Response:
         return FileResponse(PAGE, media_type="text/html")

@@ -155,6 +155,7 @@ class Turn:
 
     async def encode(self) -> None:
         """Makes ids of what was prepared. Raises ApiError."""
+        self.served.check_room()
         field = self.conversation.field
         (self.prompt,) = await self.served.encode(
             [self.text], self.conversation.add_special_tokens, field=field

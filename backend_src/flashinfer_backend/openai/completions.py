@@ -59,11 +59,14 @@ def completions(served: ServedModel, request: CompletionRequest) -> Answering:
 
     async def answer() -> Response:
         prompts = given
+        served.check_room()
         if isinstance(given[0], str):
             prompts = await served.encode(given, request.add_special_tokens)
             _check_ids(prompts, limits)
-        prompts = [shortened(prompt, request, limits) for prompt in prompts]
         echoed, by_id = bool(request.echo) and request.logprobs is not None, request.prompt_logprobs
+        waits = echoed or by_id is not None  # for room of another kind
+        await served.prepare(1 if waits else count * len(prompts))
+        prompts = [shortened(prompt, request, limits) for prompt in prompts]
         longest = max(map(len, prompts))
         if echoed:
             check_prompt_logits("echo with logprobs", "echo", request.stream, longest, limits)

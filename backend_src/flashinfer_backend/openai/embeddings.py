@@ -84,6 +84,7 @@ def embeddings(served: ServedModel, request: EmbeddingRequest) -> Answering:
 
     async def answer() -> Response:
         is_text = kinds == {str}
+        served.check_room()
         ids = await served.encode(inputs, request.add_special_tokens, places) if is_text else inputs
         return await _answer(served, request, "embd", ids, places, shape, content)
 
@@ -131,6 +132,7 @@ async def _scored(
     content: Callable[[list[Any]], dict[str, Any]],
 ) -> Response:
     """places: in the request, of what differs in each prompt. content: as _answer has it."""
+    served.check_room()
     # The prompt's own last token is the one that is answered.
     ids = await served.encode(prompts, False, places)
 
@@ -153,6 +155,7 @@ async def _answer(
 ) -> Response:
     """shape: turns the values float32 [n] of one prompt into a result. content: makes the answer of all
     results. Raises ApiError."""
+    await served.prepare(len(prompts))
     most = served.limits.max_input_len
     has = "has" if isinstance(request, EmbeddingRequest) else "makes, with its query, a prompt of"
     folder, adapter = served.adapter(request.model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +18,7 @@ from flashinfer_backend.core.sampling_params import NO_TOKEN_LEFT, SamplingParam
 from flashinfer_backend.openai.arguments import LOGITS_ROOM
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.log_probs import PromptLogProbs
+from flashinfer_backend.openai.turns import Turns
 from flashinfer_backend.serving.engines import Engines
 from flashinfer_backend.serving.generation import Chunk, Generation, GenerationRequest
 from flashinfer_backend.structured.grammar import is_of_the_guide
@@ -58,6 +60,7 @@ class EngineLink:
         self.engines = engines
         self.loop = loop
         self.room = room
+        self.turns = Turns()  # of requests whose sequences are prepared
         self._due: deque[Stream] = deque()
         self._woken = False
 
@@ -72,17 +75,20 @@ class EngineLink:
         self._woken = False
         while self._due:
             stream = self._due.popleft()
+            if (streams := stream.streams) is None:  # nobody waits for it any more
+                continue
             try:
-                stream.streams.arrived(stream)
+                streams.arrived(stream)
             except Exception as error:  # of this request alone: others wait for what comes behind it
-                stream.streams.fail(error)
+                streams.fail(error)
 
     def generate(
         self, rows: list[tuple[GenerationRequest, int]], decoder: DeltaDecoder, reduce: Reduce | None = None
     ) -> Streams:
         """Submits sequences: for each row as many as said, which share its prompt and differ by their seed.
         Rows with context logits wait until there is room for these, which go through `reduce`, in a thread.
-        Raises ApiError where there is no engine."""
+        Raises ApiError where there is no engine, or no room for all that need not wait."""
+        self.check_room(sum(count for row, count in rows if not row.params.context_logits))
         streams = Streams(self)
         try:
             for row, count in rows:
@@ -99,6 +105,11 @@ class EngineLink:
             raise unavailable(str(error)) from None
         return streams
 
+    def check_room(self, count: int = 1) -> None:
+        """Before work is done for so many sequences. Raises ApiError where some would be refused now."""
+        if refusal := self.engines.refusal(count):
+            raise ApiError(refusal, 429)
+
     def submit(self, group: list[Stream], decoder: DeltaDecoder, timeout_us: int) -> bool:
         """Submits the sequences of one prompt. The first alone brings its logits. False where one is refused,
         with which the whole request fails. Raises EngineDown."""
@@ -107,7 +118,9 @@ class EngineLink:
         for number, stream in enumerate(group):
             params: SamplingParams = row.params
             if stream.follows_text:
-                params = stream.match_stop_words(decoder, group[0] if number else stream.streams.all[0])
+                streams = stream.streams
+                sibling = group[0] if number or streams is None else streams.all[0]
+                params = stream.match_stop_words(decoder, sibling)
             if number:
                 seed = (params.seed + number) % 2**64
                 params = msgspec.structs.replace(params, seed=seed, context_logits=False)
@@ -125,11 +138,17 @@ class Stream(Generation):
     def __init__(
         self, row: GenerationRequest, link: EngineLink, streams: Streams, context_ids: Sequence[int] = ()
     ) -> None:
-        super().__init__(row, link.engines.cancel, lambda: link.schedule(self), context_ids)
-        self.streams = streams
+        super().__init__(row, link.engines.cancel, link.schedule, context_ids)
+        # Weakly: a request's sequences are thousands of objects, and go with it, not by a search for circles.
+        self._streams = weakref.ref(streams)
         self.index = len(streams.all)
         self.logits: PromptLogits | None = None
         streams.all.append(self)
+
+    @property
+    def streams(self) -> Streams | None:
+        """Those of its request, while somebody has them."""
+        return self._streams()
 
     def on_token(self, token: int, code: int, report: protocol.RowReport | None) -> None:
         if self.logits is not None and not self.logits.arrived:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """/metrics: what this door's sequences took, of all its processes, and the engine's state."""
 
+import asyncio
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +20,7 @@ from flashinfer_backend.transport import protocol
 from flashinfer_backend.transport.door_states import DoorState, read_door_states
 
 PREFIX = "flashinfer_backend_openai_"
+PAGES_S = 0.1  # between pages: each takes the loop some 10 ms, which others wait
 MODEL_NAME = "model_name"  # the label of series that are one of several models'
 HISTOGRAMS = {  # names of QUANTITIES
     "input": "prompt_tokens",
@@ -131,6 +134,30 @@ class Metrics:
         families = [*_engines(models), *_routers(models), *_adapters(models), *_door_states(doors)]
         every.register(_Families(families))
         return bytes(generate_latest(every))
+
+
+class Pages:
+    """Pages that take long to make. One is made for all who wait for one, after they asked: none is old."""
+
+    def __init__(self, make: Callable[[], bytes]) -> None:
+        self._make = make
+        self._next: asyncio.Task[bytes] | None = None
+        self._made = -math.inf  # when the latest one was, by the loop's clock
+
+    async def next(self) -> bytes:
+        """The next page: at once, but not within PAGES_S of the last one."""
+        if self._next is None:
+            wait_s = self._made + PAGES_S - asyncio.get_running_loop().time()
+            self._next = asyncio.create_task(self._later(max(0.0, wait_s)))
+        return await asyncio.shield(self._next)
+
+    async def _later(self, wait_s: float) -> bytes:
+        await asyncio.sleep(wait_s)
+        self._next = None
+        try:
+            return self._make()
+        finally:
+            self._made = asyncio.get_running_loop().time()
 
 
 # Families of TensorRT-LLM's backend that request routers read of a server: text, label, and of each of its

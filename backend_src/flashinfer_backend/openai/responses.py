@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Raw
 from starlette.responses import Response
 
-from flashinfer_backend.core.bounds import CONVERSATION
+from flashinfer_backend.core.bounds import CONVERSATION, NAME
 from flashinfer_backend.core.output import say_once
 from flashinfer_backend.core.values import shown, some
 from flashinfer_backend.openai.answer import encode, respond, unwrapped_text, wrapped_text
@@ -52,6 +52,7 @@ ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "cust
 # Items' parts, and the names of their events.
 TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}
 ITEMS = ("message", *CALL_FIELDS, *CALL_OUTPUTS, "reasoning")
+MOST_ID = NAME.size or 0  # characters of an item's id
 REFERENCE = "item_reference"  # in the input, to an item of an earlier response
 
 
@@ -228,6 +229,10 @@ def without_references(served: ServedModel, items: list[dict[str, Any]]) -> list
     """The input with kept items in place of references to them. Raises ApiError."""
     places: dict[str, int] = {}
     for n, item in enumerate(items):
+        if isinstance(own := item.get("id"), str) and len(own) > MOST_ID:
+            raise field_error(
+                f"input[{n}].id", f"has {len(own)} characters; it should have at most {MOST_ID}"
+            )
         if item.get("type") == REFERENCE:
             if not isinstance(name := item.get("id"), str):
                 raise wrong_value(f"input[{n}].id", name, "a text")

@@ -43,6 +43,7 @@ from flashinfer_backend.transport.endpoint import ENGINE_DOWN
 # Of a request that was read: answers it, by a Response or by what becomes JSON. Raises ApiError.
 Answering = Callable[[], Awaitable[Any]]
 SEEN_S, LOOK_S = 1.0, 0.02  # until each process has seen an engine that one has seen
+FEW_SEQUENCES = 64  # up to which a request does not wait for many larger ones
 LONG_TEXT = 4096  # characters from which a text is tokenized in a thread, so that streams go on
 # From here on it has to wait for a thread of few: each takes half a gigabyte for as long as a second.
 FEW_THREADS, LONGEST_TEXT = ThreadPoolExecutor(2, "longest texts"), 1 << 16
@@ -141,6 +142,17 @@ class ServedModel:
         if self.adapters is None or not name or name in self.model.names:
             return None
         return self.adapters.folder(name)
+
+    def check_room(self, count: int = 1) -> None:
+        """Before work for `count` sequences. Raises ClientDisconnect, and ApiError where not all would go."""
+        if client_left():
+            raise ClientDisconnect
+        self.link.check_room(count)
+
+    async def prepare(self, count: int) -> None:
+        """Waits until it is the turn of a request to prepare `count` sequences. Raises as check_room does."""
+        await self.link.turns.take(count > FEW_SEQUENCES)
+        self.check_room(count)
 
     async def encode(
         self,

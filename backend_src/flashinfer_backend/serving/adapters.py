@@ -74,7 +74,7 @@ class AdapterNames:
     @property
     def folders(self) -> dict[str, str]:
         """Name -> folder of every adapter."""
-        return self._fixed | self._loaded()
+        return {**self._fixed, **self._loaded()}
 
     def folder(self, name: str) -> str | None:
         """An adapter's folder; None where no adapter has this name."""
@@ -103,21 +103,22 @@ class AdapterNames:
                 raise NameTakenError(
                     f"there is an adapter {shown(name)} already; unload it, or take another name"
                 )
-            if len(loaded | {name: ""}) > MOST_NAMES:
+            if len({*loaded, name}) > MOST_NAMES:
                 raise AdapterError(f"there are {len(loaded)} adapters already; unload some")
-            self._write(loaded | {name: str(folder)})
+            self._write({**loaded, name: str(folder)})
 
     def unload(self, name: str) -> None:
         """Take no more requests for an adapter; those that are open go on. Raises AdapterError."""
         with rundir.locked(self._run_dir):
-            loaded = self._loaded()
+            loaded = dict(self._loaded())
             if loaded.pop(name, None) is None:
                 fixed = " that was loaded while the server ran" if name in self._fixed else ""
                 raise AdapterError(f"there is no adapter {shown(name)}{fixed}")
             self._write(loaded)
 
-    def _loaded(self) -> dict[str, str]:
-        """Read again when the file was replaced: several lookups a request have it."""
+    def _loaded(self) -> Mapping[str, str]:
+        """Read again when the file was replaced: a request has several lookups, and a list of models one for
+        each name."""
         file = self._run_dir / NAMES_FILE
         try:
             found = os.stat(file)
@@ -126,7 +127,7 @@ class AdapterNames:
                 self._state, self._names = state, json.loads(file.read_bytes())
         except FileNotFoundError:
             return {}
-        return dict(self._names)
+        return self._names
 
     def _write(self, loaded: Mapping[str, str]) -> None:
         new = self._run_dir / f"{NAMES_FILE}.new"

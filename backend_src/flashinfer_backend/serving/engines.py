@@ -128,6 +128,14 @@ class Engines:
                 return handle
         raise down
 
+    def refusal(self, count: int) -> str | None:
+        """Why so many sequences would not all be submitted now; None where they would, or no engine is there,
+        which submit says."""
+        ready = [endpoint for endpoint in self._endpoints if endpoint.up]
+        if not ready or sum(endpoint.room for endpoint in ready) >= count:
+            return None
+        return ready[0].refusal
+
     def profile(self, steps: int) -> dict[int, Future[protocol.Profiled]]:
         """Endpoint.profile of each engine that is there, by its number. Raises EngineDown where none is."""
         found = {}

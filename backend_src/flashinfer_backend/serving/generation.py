@@ -10,7 +10,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -146,10 +146,10 @@ class Generation:
         self,
         row: GenerationRequest,
         cancel: Callable[[int], None],
-        schedule: Callable[[], None],
+        schedule: Callable[[Any], None],
         context_ids: Sequence[int] = (),
     ) -> None:
-        """cancel: asks the engine to end the sequence with this handle. schedule: has take() called soon,
+        """cancel: asks the engine to end the sequence with this handle. schedule: has its take() called soon,
         sometimes once more than needed. context_ids: DeltaDecoder.context of the prompt if the text continues
         it; without them the text starts over."""
         self.row: GenerationRequest = row
@@ -231,7 +231,7 @@ class Generation:
     def _wake(self) -> None:
         if not self._scheduled:
             self._scheduled = True
-            self._schedule()
+            self._schedule(self)
 
     def take(self) -> Chunk | None:
         """The next chunk to send, or None. Sets `ended` with the last one. Of a sequence that failed what

@@ -6,6 +6,7 @@ pidfd, so an engine that dies is noticed within a wake-up, and connects to the n
 """
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -116,7 +117,7 @@ class Endpoint:
         timeout_us: as in protocol.Submit. to_compute: tokens of the prompt that are probably not cached.
         """
         with self._lock:
-            local_id, refusal = self._next_id(), self._too_many()
+            local_id, refusal = self._next_id(), None if self.room >= 1 else self.refusal
             if refusal is None:
                 sink.handle = handle = protocol.make_handle(self._pid, local_id)
                 self._sinks[local_id] = sink
@@ -131,15 +132,19 @@ class Endpoint:
         self._on_load()
         return handle
 
-    def _too_many(self) -> str | None:
-        """With the lock: why nothing more is submitted for now."""
+    @property
+    def room(self) -> float:
+        """How many more sequences are submitted for now. Without the lock, others may take it at any time."""
         status = self.status
         if status is None or not status.max_queue_size:
-            return None
-        most = MOST_SENT * (status.max_num_seqs + status.max_queue_size)
-        if len(self._sinks) < most:
-            return None
-        return f"{protocol.QUEUE_FULL} of {status.max_queue_size} has been reached, please try again later"
+            return math.inf
+        return MOST_SENT * (status.max_num_seqs + status.max_queue_size) - len(self._sinks)
+
+    @property
+    def refusal(self) -> str:
+        """What those are told for whom there is no room."""
+        size = self.status.max_queue_size if self.status else 0
+        return f"{protocol.QUEUE_FULL} of {size} has been reached, please try again later"
 
     def profile(self, steps: int) -> Future[protocol.Profiled]:
         """Asks the engine to trace steps, or (0) to end that. Gives its answer, or EngineDown. Raises

@@ -99,7 +99,9 @@ def chosen_adapters(
         )
     first = {number: row for row, number in reversed(list(enumerate(ids)))}
     for row, number in enumerate(ids):
-        if any(not np.array_equal(each[row], each[first[number]]) for each in (weights, config)):
+        if any(
+            not np.array_equal(each[row], each[first[number]], equal_nan=True) for each in (weights, config)
+        ):
             raise ValueError(
                 f"rows {first[number]} and {row} have different weights for lora_task_id {number}; an id"
                 " should have one adapter"

@@ -130,7 +130,7 @@ class Sequence(Generation):
         self, request: OpenRequest, row: Row, place: Place, schedule: Callable[[Sequence], None]
     ) -> None:
         """schedule: has a sender thread call take() soon; it may be called once too often."""
-        super().__init__(row, lambda handle: request.cancel(handle), lambda: schedule(self))
+        super().__init__(row, lambda handle: request.cancel(handle), schedule)
         self.request, self.place = request, place
         self.reported = Reported()
         self.sent_at = 0  # time.monotonic_ns() just before the latest chunk was sent, 0: none was
