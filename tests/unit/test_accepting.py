@@ -64,7 +64,7 @@ def make_model(bench: Bench, folder: Path, submit: Callable[[Any], int]) -> Trit
     model._submitting = threading.Lock()
     model._responder, model._limits = bench.responder, LlmLimits(vocab_size=100, max_input_len=100)
     model._engines = SimpleNamespace(  # type: ignore[assignment]
-        submit=lambda sequence, *_: submit(sequence)
+        refusal=lambda count: None, submit=lambda sequence, *_: submit(sequence)
     )
     model._tokenizer_folder, model._skip_special_tokens = folder, True
     model._freeze_guard = FreezeGuard(folder / "runs" / "processes")

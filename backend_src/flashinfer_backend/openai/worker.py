@@ -36,7 +36,7 @@ from flashinfer_backend.serving.engines import Engines
 # to the running engine meanwhile, so that connections which waited for it are served.
 ATTACH_S = 5.0
 BEAT_S = 1.0
-GC_ALLOCATIONS = 100_000  # of containers between collections of garbage, of the youngest alone
+GC_ALLOCATIONS = 50_000  # of containers between collections of garbage, of the youngest alone
 # How long the event loop's thread keeps the interpreter lock that the link's thread asks for, several times
 # for each message of an engine. In a model of the two, the loop busy for 70 % of the time, messages waited
 # for 1.3 ms (99 %: 6 ms) with Python's 5 ms, and for 0.5 ms (1.9 ms) with this.
@@ -91,7 +91,7 @@ async def _run(options: WorkerOptions) -> int:
     gc.freeze()  # a full collection over the tokenizer's and libraries' objects would hold streams up
     # A request has up to thousands of sequences, each of some objects that live long: searching them for
     # circles again and again took three quarters of a process that refused most of what came.
-    gc.set_threshold(GC_ALLOCATIONS, 20, 20)
+    gc.set_threshold(GC_ALLOCATIONS)
     beating = asyncio.create_task(beat())
     threading.Thread(target=attach, name="wait for the engine", daemon=True).start()
     deadline = time.monotonic() + ATTACH_S

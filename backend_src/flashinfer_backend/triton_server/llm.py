@@ -153,6 +153,10 @@ class TritonPythonModel:
         limits = self._limits
         if limits.max_json_logits_mib and of_ensemble(wanted) and is_json(parameters):
             check_json_logits(rows, limits.vocab_size, limits.max_seq_len, limits.max_json_logits_mib)
+        # Before thousands of sequences are made that no engine would take.
+        if refusal := self._engines.refusal(sum(row.num_return_sequences for row in rows)):
+            self._responder.refuse(sender, refusal, self._pb.TritonError.UNAVAILABLE)
+            return
         logits = any(row.params.asks_for_logits for row in rows)
         opened, schedule = self._responder.open(sender, request.request_id(), wanted, logits)
         for index, row in enumerate(rows):
