@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Both ends of the link between a stub and its engine, in front of an engine process that only waits."""
 
+import math
 import os
 import subprocess
 import threading
@@ -170,7 +171,9 @@ def test_no_more_is_sent_to_an_engine_than_it_can_run_and_queue_twice(ends: Ends
     for limit in (2, 0):
         ends.socket.send_status(msgspec.structs.replace(status, max_num_seqs=1, max_queue_size=limit))
         wait_for(lambda limit=limit: ends.link.status.max_queue_size == limit)
+        room = ends.link.room
         answers = [ends.submit() for _ in range(6)]
+        assert (room, ends.link.room) == ((6, 0) if limit else (math.inf, math.inf))
         if limit:
             ends.link.cancel(answers[0].handle)
             assert ends.link.submit(refused, PROMPT, PARAMS, 0, 0, 0) == refused.handle == 0

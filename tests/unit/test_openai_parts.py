@@ -3,10 +3,12 @@
 responses."""
 
 import asyncio
+import gc
 import json
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -723,3 +725,20 @@ def test_references_to_items_of_kept_responses() -> None:
     served.store = None
     with pytest.raises(ApiError, match=r"^input\[1\] needs kept responses: .*--store-mib"):
         referring("msg_1")
+
+
+def test_a_requests_sequences_go_with_it_without_a_search_for_circles() -> None:
+    link: Any = SimpleNamespace(engines=SimpleNamespace(cancel=None), schedule=None)
+    row = GenerationRequest(np.arange(4, dtype="<i4"), SamplingParams(max_tokens=9))
+    streams = Streams(link)
+    stream = Stream(row, link, streams)
+    own, one = weakref.ref(streams), weakref.ref(stream)
+    gc.disable()
+    try:
+        assert stream.streams is streams
+        del streams
+        assert own() is None and stream.streams is None
+        del stream
+        assert one() is None
+    finally:
+        gc.enable()

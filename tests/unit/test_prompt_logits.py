@@ -114,6 +114,9 @@ class Sent:
         self.said_free: list[int] = []
         self.freed = self.said_free.append
 
+    def refusal(self, count: int) -> None:
+        """Room may be gone by the time of submit."""
+
     def submit(self, sink: Any, prompt: bytes, params: SamplingParams, share: int, *rest: int) -> int:
         if self.full:
             self.submitted.append((sink, params, share))
