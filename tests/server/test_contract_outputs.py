@@ -163,7 +163,10 @@ def test_perf_metrics_of_a_repeated_prompt(contract: Server) -> None:
         asked = {"text_input": prompt, "return_perf_metrics": True}
         if not stream:
             return generate(contract, 4, **asked)
-        chunks = events(contract, 4, **asked)
+        for _ in range(5):  # on a busy machine all four tokens can come as one chunk
+            chunks = events(contract, 4, **asked)
+            if len(chunks) > 1:
+                break
         assert len(chunks) > 1 and all({*chunk} >= PERF for chunk in chunks)
         *_, before, last = chunks
         for name in ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns"):
