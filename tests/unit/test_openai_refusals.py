@@ -170,6 +170,7 @@ REFUSED: list[tuple[Any, ...]] = [
     (RESPONSES, {"text": {"seed": 5}}, "text", "text.seed is not supported"),
     (RESPONSES, {"reasoning": {"budget": 5}}, "reasoning", "reasoning.budget is not supported"),
     (RESPONSES, {"text": {"format": {"type": "xml"}}}, "text.format.type is"),
+    (RESPONSES, {"input": [ASK[0] | {"id": "m" * 4097}]}, "input[0].id has 4097 characters; it should have at most 4096"),
     (RESPONSES, {"input": [{"type": "reasoning", "content": 1}]}, "input[0].content should be a list"),
     (RESPONSES, {"input": [{"type": "reasoning", "content": [{"text": None}]}]},
      "input[0].content should be a list"),

@@ -153,7 +153,7 @@ def check(case: Case, where: str, dtype: torch.dtype, steps: int = 2) -> None:
     for ops, device, kind in kinds:
         recurrent, inputs = (x.clone().to(device) for x in states)
         pending = None
-        if most := 0 if drafts else getattr(ops, "MOST_PENDING"):  # noqa: B009
+        if most := 0 if drafts else ops.MOST_PENDING:
             pending = nothing_pending(sizes, places, most)
             pending.begun[slots.long()] = torch.where(first == 0, 77, first)[:, None]  # of others before
             pending = Pending(*(x.to(device) for x in pending))
@@ -165,7 +165,7 @@ def check(case: Case, where: str, dtype: torch.dtype, steps: int = 2) -> None:
         held, behind = None, first + words(lengths)
         if not drafts:
             decodes = 0 if step % 4 == 3 else case.decodes
-        if drafts:
+        else:
             since = torch.randint(0, drafts + 2, (rows,), generator=generator).int()
             in_state[slots] = torch.where(in_state[slots] == 0, (first - since).clamp(min=0), in_state[slots])
             held = torch_delta.count_held(in_state, slots, starts, first, decodes)

@@ -225,8 +225,8 @@ def _of_kept_responses(served: ServedModel) -> Iterator[Route]:
 
     async def input_items(request: Request) -> Response:
         store, query = store_of(served), convert(ItemsQuery, request.query_params)
-        page = partial(input_page, store, request.path_params["name"], query)
-        return await asyncio.to_thread(lambda: _json(page()))
+        name = request.path_params["name"]
+        return await asyncio.to_thread(lambda: _json(input_page(store, name, query)))
 
     for prefix in VERSIONS:
         yield Route(prefix + "/responses/{name}/input_items", input_items)

@@ -75,7 +75,7 @@ class EngineLink:
         self._woken = False
         while self._due:
             stream = self._due.popleft()
-            if (streams := stream.streams) is None:  # nobody waits for it any more
+            if (streams := stream.streams) is None:  # its request has ended
                 continue
             try:
                 streams.arrived(stream)
@@ -106,7 +106,7 @@ class EngineLink:
         return streams
 
     def check_room(self, count: int = 1) -> None:
-        """Before work is done for so many sequences. Raises ApiError where some would be refused now."""
+        """Called before work is done for `count` sequences. Raises ApiError if not all would be taken now."""
         if refusal := self.engines.refusal(count):
             raise ApiError(refusal, 429)
 

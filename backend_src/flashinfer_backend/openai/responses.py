@@ -14,7 +14,7 @@ from flashinfer_backend.core.bounds import CONVERSATION, NAME
 from flashinfer_backend.core.output import say_once
 from flashinfer_backend.core.values import shown, some
 from flashinfer_backend.openai.answer import encode, respond, unwrapped_text, wrapped_text
-from flashinfer_backend.openai.bounds import values
+from flashinfer_backend.openai.bounds import check_field, values
 from flashinfer_backend.openai.chat import Conversation, Turn, add_effort
 from flashinfer_backend.openai.errors import ApiError, field_error, wrong_value
 from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, Event
@@ -52,7 +52,6 @@ ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "cust
 # Items' parts, and the names of their events.
 TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}
 ITEMS = ("message", *CALL_FIELDS, *CALL_OUTPUTS, "reasoning")
-MOST_ID = NAME.size or 0  # characters of an item's id
 REFERENCE = "item_reference"  # in the input, to an item of an earlier response
 
 
@@ -229,10 +228,8 @@ def without_references(served: ServedModel, items: list[dict[str, Any]]) -> list
     """The input with kept items in place of references to them. Raises ApiError."""
     places: dict[str, int] = {}
     for n, item in enumerate(items):
-        if isinstance(own := item.get("id"), str) and len(own) > MOST_ID:
-            raise field_error(
-                f"input[{n}].id", f"has {len(own)} characters; it should have at most {MOST_ID}"
-            )
+        if isinstance(own := item.get("id"), str):
+            check_field(f"input[{n}].id", len(own), NAME.size, "characters")
         if item.get("type") == REFERENCE:
             if not isinstance(name := item.get("id"), str):
                 raise wrong_value(f"input[{n}].id", name, "a text")

@@ -8,9 +8,9 @@ from collections import deque
 
 
 class Turns:
-    """One request begins in each turn of the event loop, so that what each does at once is waited for once,
-    however many have arrived: streams go on, and the process tells that it lives. Where both wait, large ones
-    and others take turns."""
+    """One request begins in each turn of the event loop, so other work waits for one of them, not for all
+    that have arrived: streams go on, and the process can say that it is alive. While both wait, large and
+    small requests alternate."""
 
     def __init__(self) -> None:
         self._waiting: tuple[deque[asyncio.Future[None]], ...] = (deque(), deque())

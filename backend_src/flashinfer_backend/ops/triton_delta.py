@@ -2,8 +2,8 @@
 """Triton kernels of gated delta net layers: ops.torch_delta.delta_net.
 
 Decode rows take one kernel, which is bound by reading the states once; on Hopper delta_rows has a faster one.
-What a token writes into a head's state is the product of its key and a vector. So a state is written once in
-MOST_PENDING tokens; until then these products lie beside it (DeltaStates.pending). Prompts are computed in
+What a token writes into a head's state is the product of its key and a vector. These are kept apart, in
+DeltaStates.pending, until MOST_PENDING of them are written into the state at once. Prompts are computed in
 chunks of 64 tokens: one kernel computes what does not depend on the states, for all chunks at once, another
 goes through a row's chunks with its state in registers. No kernel needs the lengths of rows on the host.
 

@@ -129,8 +129,8 @@ class Engines:
         raise down
 
     def refusal(self, count: int) -> str | None:
-        """Why so many sequences would not all be submitted now; None where they would, or no engine is there,
-        which submit says."""
+        """Why `count` sequences would not all be submitted now, or None if they would. Also None if there is
+        no engine: submit reports that."""
         ready = [endpoint for endpoint in self._endpoints if endpoint.up]
         if not ready or sum(endpoint.room for endpoint in ready) >= count:
             return None
