@@ -62,7 +62,7 @@ class Setup:
         scales: Scales = (),
         wide: torch.dtype = torch.float32,
         spoilt: bool = False,
-        copied_blocks: int = 0,
+        copied_blocks: int = 4000,
         window: int | None = None,
         scores: Sequence[Scores] | None = None,
     ) -> None:

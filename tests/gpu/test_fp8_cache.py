@@ -24,7 +24,7 @@ from quantised import make_quantised
 pytestmark = pytest.mark.gpu
 
 HEADS = [(32, 8), (28, 4), (16, 16)]
-ROOM = 600  # blocks that prompts may copy
+ROOM = 600 + 3 * 8  # blocks that three prompts may copy, and the gaps behind them
 SCALES = ((0.021, 0.0087), (1.0, 1.0), (0.5, 3.0))  # of keys and values, a layer each
 SETTINGS = SMALL | {"kv_cache_dtype": "fp8_e4m3"}
 
@@ -76,26 +76,32 @@ def test_every_number_is_read_exactly():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_copies_are_exact(dtype):
-    """Every number of e4m3, of blocks in any order; and no block more than there are."""
-    from flashinfer_backend.attention.triton_copy import Copies
+    """Every number of e4m3, of rows that end within a block; zeros behind each, and no more."""
+    from flashinfer_backend.attention.copies import gap_blocks
+    from flashinfer_backend.attention.triton_copy import copy_prompts
 
     every = torch.arange(256, dtype=torch.uint8, device="cuda")
     every = every[~every.view(fp8.E4M3).float().isnan()]
-    shape = (50, BLOCK_SIZE, 8, DIM)
+    shape, gap = (50, BLOCK_SIZE, 8, DIM), gap_blocks(BLOCK_SIZE)
     cache = tuple(
         every[torch.randint(len(every), shape, device="cuda")].view(fp8.E4M3).contiguous() for _ in "kv"
     )
-    copies = Copies(KVCache.over([cache], ((1.0, 1.0),)).format, dtype, 900, cache[0].device)
-    for lengths in ([1], [3, 40, 1], [700, 200], [1] * 64):
-        for copy in copies.layer:
-            copy.fill_(7.0)
-        kv_indptr = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
-        blocks = sum(lengths)
-        indices = torch.randint(50, (blocks,), dtype=torch.int32, device="cuda")
-        copies.write(cache, indices, kv_indptr, len(lengths))
-        for elements, copy in zip(cache, copies.layer, strict=True):
-            assert torch.equal(copy[:blocks].float(), elements.float()[indices.long()])
-            assert (copy[blocks:] == 7.0).all()
+    for lengths in ([1], [45, 640, 16], [11200, 3201], [7] * 64, [9] * 300):
+        rows, blocks = len(lengths), [-(-length // BLOCK_SIZE) for length in lengths]
+        kv_indptr = torch.tensor([0, *blocks]).cumsum(0).int()
+        indices = torch.randint(50, (sum(blocks),), dtype=torch.int32)
+        last = (torch.tensor(lengths) - 1) % BLOCK_SIZE + 1
+        total = sum(blocks) + rows * gap
+        copies = tuple(torch.full((total + 3, *shape[1:]), 7.0, dtype=dtype, device="cuda") for _ in "kv")
+        copy_prompts(cache, copies, indices.cuda(), kv_indptr.cuda(), last.int().cuda(), rows)
+        for elements, copy in zip(cache, copies, strict=True):
+            parts = []
+            for row, length in enumerate(lengths):
+                own = indices[kv_indptr[row] : kv_indptr[row + 1]].long().cuda()
+                parts.append(elements.float()[own].flatten(0, 1)[:length])
+                parts.append(torch.zeros((blocks[row] + gap) * BLOCK_SIZE - length, 8, DIM, device="cuda"))
+            assert torch.equal(copy[:total].flatten(0, 1).float(), torch.cat(parts))
+            assert (copy[total:] == 7.0).all()
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
@@ -106,7 +112,7 @@ def test_steps_are_those_of_float64(backend, room, heads, kv_heads):
         batch = setup.batch(q_lens, kv_lens)
         setup.attention.step(batch)
         if max(q_lens) > 1 and heads == 32:
-            expected = "fa2" if name in BY_FA2 or not room else "fa3"
+            expected = "fa2" if name in BY_FA2 or not room else "copied"
             assert setup.attention._prefill_call.backend == expected, name
         check_layers(name, setup, batch, setup.attention.run)
 
@@ -120,7 +126,7 @@ def test_prompts_share_blocks():
     for slot, columns in ((second, 40), (third, 25)):
         setup.table[slot, :columns] = setup.table[first, :columns]
     setup.attention.step(batch)
-    assert setup.attention._prefill_call.backend == "fa3"
+    assert setup.attention._prefill_call.backend == "copied"
     check_layers("shared", setup, batch, setup.attention.run)
 
 
@@ -199,7 +205,7 @@ def test_needles_are_found_in_32k_tokens(kind):
             cache, heads, NEEDLES, blocks, dtype=torch.bfloat16, copied_blocks=blocks
         )
         if kind == "prompt by FA3":  # which few queries would not take
-            attention.choose_prefill = lambda *_: "fa3"  # type: ignore[method-assign]
+            attention.choose_prefill = lambda *_: "copied"  # type: ignore[method-assign]
         attention.step(batch)
         out = torch.full_like(q, float("nan"))
         attention.run(0, q, out)
@@ -279,7 +285,7 @@ def layer_time(dtype: torch.dtype, q_lens: list[int], kv_lens: list[int], copied
         cache, 32, 256, columns, dtype=torch.bfloat16, copied_blocks=copied_blocks
     )
     if copied_blocks:  # also where it would not pay
-        attention.choose_prefill = lambda *_: "fa3"  # type: ignore[method-assign]
+        attention.choose_prefill = lambda *_: "copied"  # type: ignore[method-assign]
     table = torch.randint(1, blocks, (len(q_lens), columns), device="cuda", dtype=torch.int32)
     slots = np.arange(len(q_lens), dtype=np.int32)
     attention.step(AttentionBatch(np.array(q_lens, np.int32), np.array(kv_lens, np.int32), slots, table))

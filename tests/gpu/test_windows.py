@@ -56,7 +56,6 @@ def make_setup(name: str) -> Setup:
         max_blocks=MAX_BLOCKS,
         scales=SCALES if case.in_fp8 else (),
         spoilt=True,
-        copied_blocks=4000 if case.in_fp8 else 0,
         window=case.window,
         scores=[Scores(case.scale or case.dim**-0.5, case.soft_cap, sinks)] * 2,
     )
@@ -79,9 +78,11 @@ def test_eager_steps(name):
     check_eager_steps(make_setup(name), STEPS)
 
 
-@pytest.mark.parametrize("backend", ["fa2", "fa3"])
+@pytest.mark.parametrize("backend", ["fa2", "fa3", "copied"])
 @pytest.mark.parametrize("name", CASES)
-def test_both_kernels_of_prompts(name, backend, monkeypatch):
+def test_each_kernel_of_prompts(name, backend, monkeypatch):
+    if backend == "fa3" and CASES[name].in_fp8:
+        pytest.skip("FA3 reads copies of a cache of e4m3")
     setup = make_setup(name)
     monkeypatch.setattr(setup.attention, "choose_prefill", lambda *_: backend)
     q_lens, kv_lens = [100, 33, 640, 200], [100, 2000, 640, 9000]

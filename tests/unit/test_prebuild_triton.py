@@ -290,17 +290,17 @@ def test_a_head_has_its_kernels_ahead(method: str, fp8: bool) -> None:
 
 
 def test_a_cache_in_fp8_has_kernels_of_its_own():
-    """Which any number of rows, and both kinds of scales, share."""
+    """Which any number of rows, and both kinds of scales, share; those that copy differ in how many rows."""
     from flashinfer_backend.attention import split, triton_copy, triton_decode
     from flashinfer_backend.ops.triton_rope import rope_and_store
 
     config = EngineConfig(model_dir="", max_seq_len=8192, kv_cache_dtype="fp8_e4m3")
     plain, ahead = ahead_of(LLAMA), ahead_of(LLAMA, config)
-    touched = {"_rope_and_store", "_decode", "_copy_blocks"}
+    touched = {"_rope_and_store", "_decode", "_copy_prompts"}
     ours = {variant for variant in ahead if variant[0].__name__ in touched}
     assert {kernel.__name__ for kernel, _ in ours} == touched
     assert not ours & set(plain)
-    assert names(ahead)["_copy_blocks"] == 1 and names(plain)["_copy_blocks"] == 0
+    assert names(ahead)["_copy_prompts"] == names(plain)["_copy_prompts"] == len(triton_copy.ROWS)
 
     def calls() -> None:
         cache = tuple(empty(9, 16, 8, 128, of=torch.float8_e4m3fn) for _ in "kv")
@@ -315,7 +315,7 @@ def test_a_cache_in_fp8_has_kernels_of_its_own():
             work, q = empty(items, split.ITEM_WORDS, of=torch.int32), empty(rows, 32, 128)
             triton_decode.decode(q, cache, q, work, table, workspace, 128**-0.5, scales)
             scratch = empty(99, 16, 8, 128), empty(99, 16, 8, 128)
-            triton_copy.copy_blocks(cache, scratch, words, empty(rows + 1, of=torch.int32), rows)
+            triton_copy.copy_prompts(cache, scratch, words, empty(rows + 1, of=torch.int32), words, rows)
 
     assert set(collect(calls)) <= ours
 

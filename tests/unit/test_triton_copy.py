@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernel that copies blocks of an e4m3 cache in 16 bits, in Triton's interpreter, without a GPU;
+"""The Triton kernel that copies what prompts read of the cache, in Triton's interpreter, without a GPU;
 tests/gpu/test_fp8_cache.py runs the real one. And how much room copies have, and when they pay.
 """
 
@@ -27,24 +27,42 @@ SHAPES = [(1, 64), (5, 128), (8, 128)]  # key/value heads, dim; 5 heads divide i
 LLAMA_8B = KVCacheFormat(32, 8, 128, BLOCK_SIZE, torch.float8_e4m3fn, ((1.0, 1.0),) * 32)
 
 
-def check(kv_heads: int, dim: int, dtype: torch.dtype, lengths: list[int]) -> None:
-    """Blocks in the order of the list, some twice; all other copies as they were. Every number of e4m3 is
-    among the elements, but for NaN."""
+def check(
+    kv_heads: int, dim: int, types: tuple[torch.dtype, torch.dtype], lengths: list[int], block_size: int = 16
+) -> None:
+    """Rows of so many tokens, in blocks in any order, some twice; zeros behind each; all other copies as they
+    were. Every number of e4m3 is among the elements, but for NaN, which only cells that no row has are."""
     from flashinfer_backend.attention import triton_copy
 
     torch.manual_seed(0)
-    shape, rows = (9, BLOCK_SIZE, kv_heads, dim), len(lengths)
+    shape, rows, dtype = (9, block_size, kv_heads, dim), len(lengths), types[0]
     every = torch.arange(256, dtype=torch.uint8)
     every = every[~every.view(torch.float8_e4m3fn).float().isnan()]
-    cache = tuple(every[torch.randint(len(every), shape)].view(torch.float8_e4m3fn) for _ in "kv")
-    kv_indptr = torch.tensor([0, *lengths, 999], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    blocks = int(kv_indptr[rows])
-    indices = torch.randint(9, (blocks + 5,), dtype=torch.int32)
-    copied = tuple(torch.full((blocks + 3, *shape[1:]), 7.0, dtype=dtype) for _ in "kv")
-    triton_copy.copy_blocks(cache, copied, indices, kv_indptr, rows)
-    for elements, copy in zip(cache, copied, strict=True):
-        assert torch.equal(copy[:blocks].float(), elements.float()[indices[:blocks].long()])
-        assert (copy[blocks:] == 7.0).all()
+    elements = tuple(every[torch.randint(len(every), shape)].view(torch.float8_e4m3fn) for _ in "kv")
+    cache = tuple(part.float().to(dtype) for part in elements)
+    blocks = [-(-length // block_size) for length in lengths]
+    kv_indptr = torch.tensor([0, *blocks, 999], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    indices = torch.randint(8, (sum(blocks) + 5,), dtype=torch.int32)
+    last = (torch.tensor(lengths) - 1) % block_size + 1
+    for n, length, of_last in zip(kv_indptr[1 : rows + 1].tolist(), lengths, last.tolist(), strict=True):
+        if length % block_size:  # of a block of its own, what the row does not fill
+            indices[n - 1] = 8
+            for part in cache:
+                part[8, of_last:] = torch.nan
+    gap = copies.gap_blocks(block_size)
+    assert gap * block_size >= copies.TILE
+    total = sum(blocks) + rows * gap
+    copied = tuple(torch.full((total + 3, *shape[1:]), 7.0, dtype=types[1]) for _ in "kv")
+    triton_copy.copy_prompts(cache, copied, indices, kv_indptr, last.int(), rows)
+    starts = triton_copy.Copies.starts(SimpleNamespace(_block_size=block_size), kv_indptr[: rows + 1].numpy())
+    assert starts[-1] == total * block_size
+    for part, copy in zip(cache, copied, strict=True):
+        flat = copy.flatten(0, 1).float()
+        for row, length in enumerate(lengths):
+            own = part[indices[kv_indptr[row] : kv_indptr[row + 1]].long()].flatten(0, 1).float()
+            assert torch.equal(flat[starts[row] : starts[row] + length], own[:length])
+            assert (flat[starts[row] + length : starts[row + 1]] == 0).all()
+        assert (copy[total:] == 7.0).all()
 
 
 def test_in_the_interpreter():
@@ -62,7 +80,7 @@ def hopper(monkeypatch):
     [
         (LLAMA_8B, 4096, 65536 + 8192),  # several prompts behind prefixes
         (LLAMA_8B, 131072, 131072 + 8192),
-        (LLAMA_8B, 1 << 20, (1 << 18) - copies.MAX_PROMPTS * BLOCK_SIZE),  # 1 GiB
+        (LLAMA_8B, 1 << 20, (1 << 18) - copies.MAX_PROMPTS * (BLOCK_SIZE + 128)),  # 1 GiB
         (KVCacheFormat(1, 8, 128, 64, torch.float8_e4m3fn, ((1.0, 1.0),)), 100000, 100032 + 8192),
     ],
 )
@@ -70,12 +88,10 @@ def test_room_for_the_longest_sequence_up_to_a_bound(hopper, cache, max_seq_len,
     blocks = copies.copied_blocks(cache, torch.bfloat16, max_seq_len, 8192, hopper)
     assert blocks == tokens // cache.block_size
     used = copies.copies_bytes(cache, torch.bfloat16, blocks)
-    assert used == (tokens + copies.MAX_PROMPTS * cache.block_size) * 2 * 8 * 128 * 2 <= 1 << 30
+    assert used == (tokens + copies.MAX_PROMPTS * (cache.block_size + 128)) * 2 * 8 * 128 * 2 <= 1 << 30
 
 
 def test_no_room_where_nothing_is_copied(hopper, monkeypatch):
-    plain = KVCacheFormat(32, 8, 128, BLOCK_SIZE, torch.bfloat16)
-    assert copies.copied_blocks(plain, torch.bfloat16, 4096, 8192, hopper) == 0
     assert copies.copied_blocks(LLAMA_8B, torch.bfloat16, 4096, 8192, torch.device("cpu")) == 0
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
     assert copies.copied_blocks(LLAMA_8B, torch.bfloat16, 4096, 8192, hopper) == 0
@@ -98,14 +114,15 @@ def test_the_cache_leaves_the_copies_their_memory(hopper, monkeypatch):
         group = CacheGroup(tuple(range(cache.num_layers)), None, BLOCK_SIZE, cache.bytes_per_block)
         return memory.num_blocks_of(config, model, [group], [0], free, Neighbours()) * cache.block_size
 
-    scratch = (131072 + 8192 + 256) * 2 * 8 * 128 * 2
+    scratch = (131072 + 8192 + 16 * (16 + 128)) * 2 * 8 * 128 * 2
     assert tokens("auto", LLAMA_8B) == (free - scratch) // (LLAMA_8B.bytes_per_token * 16) * 16
     plain = KVCacheFormat(32, 8, 128, BLOCK_SIZE, torch.bfloat16)
-    assert tokens("auto", plain) == free // (plain.bytes_per_token * 16) * 16
+    assert tokens("auto", plain) == (free - scratch) // (plain.bytes_per_token * 16) * 16
+    assert tokens("torch", plain) == free // (plain.bytes_per_token * 16) * 16
     assert tokens("torch", LLAMA_8B) == free // (LLAMA_8B.bytes_per_token * 16) * 16
     free = 256 << 20
     with pytest.raises(
-        ValueError, match=r"copies of .* \(0.53 GiB\) want 0.28 GiB more than there is. Lower"
+        ValueError, match=r"copies of .* \(0.54 GiB\) want 0.29 GiB more than there is. Lower"
     ):
         tokens("auto", LLAMA_8B)
     free = 1 << 10
@@ -119,32 +136,41 @@ if __name__ == "__main__":
     kernels.device.sms = lambda: 1  # so that programs have more than one piece
     for heads in SHAPES:
         for dtype in (torch.bfloat16, torch.float16):
-            check(*heads, dtype, [3, 1, 2])
-    check(*SHAPES[0], torch.bfloat16, [1])
+            check(*heads, (torch.float8_e4m3fn, dtype), [48, 7, 32])
+            check(*heads, (dtype, dtype), [16, 37])
+    check(*SHAPES[0], (torch.bfloat16, torch.bfloat16), [1])
+    check(*SHAPES[0], (torch.bfloat16, torch.bfloat16), [3] * 17)  # more rows than a graph has
+    check(*SHAPES[0], (torch.float16, torch.float16), [300, 256], 256)
 
 
+# Of e4m3 and of 16 bits.
 @pytest.mark.parametrize(
-    ("q_lens", "kv_lens", "taken"),
+    ("q_lens", "kv_lens", "fp8", "plain"),
     [
-        ([400] * 4, [400] * 4, True),
-        ([20], [20], True),  # so few tokens that copying costs nothing
-        ([300], [1600], True),  # all of the room
-        ([300], [1601], False),
-        ([300, 100], [1584, 1], True),
-        ([300, 100], [1584, 17], False),  # a block more
-        ([20] * 3, [510] * 3, False),  # too few queries for what they read
-        ([20, 240], [100, 1400], True),  # most of what is read has many queries
-        ([240, 20], [100, 1400], False),
+        ([400] * 4, [400] * 4, True, True),
+        ([20], [20], True, False),  # so few tokens that copying costs nothing
+        ([800], [1600], True, True),  # all of the room
+        ([800], [1601], False, False),
+        ([800, 100], [1584, 1], True, True),
+        ([800, 100], [1584, 17], False, False),  # a block more
+        ([20] * 3, [510] * 3, False, False),  # too few queries for what they read
+        ([20, 900], [100, 1000], True, True),  # most of what is read has many queries
+        ([240, 20], [100, 1400], False, False),
+        ([256], [1600], True, True),
+        ([255], [1600], True, False),
     ],
 )
-def test_prompts_take_copies_where_they_have_room_and_pay(q_lens, kv_lens, taken):
-    """Room for 100 blocks."""
+def test_prompts_take_copies_where_they_have_room_and_pay(q_lens, kv_lens, fp8, plain):
+    """Room for 100 blocks, and for the gaps behind rows."""
+    room = 100 + len(q_lens) * copies.gap_blocks(BLOCK_SIZE)
     with device.use(tuned.fallback()):
         lens = np.array(q_lens, np.int32), np.array(kv_lens, np.int32)
-        assert copies.copies_pay(*lens, 100, BLOCK_SIZE) is taken
+        assert [copies.copies_pay(*lens, room, BLOCK_SIZE, 4, of) for of in (True, False)] == [fp8, plain]
         # Products of 32 768 queries and 131 072 tokens are more than an int32.
         long = np.array([32768], np.int32), np.array([131072], np.int32)
-        assert copies.copies_pay(*long, 10000, BLOCK_SIZE)
+        assert all(copies.copies_pay(*long, 10000, BLOCK_SIZE, 4, of) for of in (True, False))
+        many = np.full(copies.MOST_ROWS + 1, 4000, np.int32)
+        assert not copies.copies_pay(many, many, 1 << 20, BLOCK_SIZE, 4, True)
 
 
 def test_variants_of_attention_have_no_windows_sinks_or_caps():

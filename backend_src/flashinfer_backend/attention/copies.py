@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many blocks of a cache of e4m3 prompts' attention can have copies of in 16 bits.
+"""How much of the cache prompts' attention can have copies of, one row's tokens behind the other's.
 
-FA3 wants keys and values in the type of the queries. Queries of e4m3 lose accuracy (docs/formats.md), so the
-blocks that a step's prompts read are copied before each layer's attention, exactly, to a scratch that all
-layers share (attention/triton_copy.py).
+FlashInfer's FA3 reads such keys and values by bulk loads (TMA), faster than blocks of a cache, and wants them
+in the type of the queries: queries of e4m3 lose accuracy (docs/formats.md). So what a step's prompts read is
+copied before each layer's attention, exactly, to a scratch that all layers share (attention/triton_copy.py).
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ import torch
 
 from flashinfer_backend.cache.device import KVCacheFormat
 from flashinfer_backend.ops import device as active_device
-from flashinfer_backend.ops.fp8 import E4M3
 
 MAX_PROMPTS = 16  # of a step that is a graph; those that a step has fewer of read a block each
+MOST_ROWS = 1024  # of a step whose prompts read copies
+# Tokens that FA3's tiles have at most: behind a row's own, a tile reads others, which count as zero unless
+# they are infinite or NaN. So a row is followed by zeros.
+TILE = 128
 _TOGETHER = 65536  # tokens that several prompts of a step may have before them, whatever max_seq_len is
 _MOST_BYTES = 1 << 30
 
@@ -25,34 +28,44 @@ def has_fa3(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
+def gap_blocks(block_size: int) -> int:
+    """Blocks of zeros behind each row's."""
+    return -(-TILE // block_size)
+
+
 def copied_blocks(
     cache: KVCacheFormat, dtype: torch.dtype, max_seq_len: int, max_num_tokens: int, device: torch.device
 ) -> int:
-    """The number of blocks that can be copied: what the prompts of a step read, counted for each prompt.
-    0 where FA3 needs none, and where there is no FA3. dtype: of queries.
+    """The number of blocks that copies have room for: what the prompts of a step read, counted for each
+    prompt, and the gaps behind them. 0 where there is no FA3. dtype: of queries.
 
     Room for all that a step of max_num_tokens tokens has behind a sequence of max_seq_len tokens, or behind
     shorter ones of 65536 together; at most 1 GiB. A block that a prompt does not fill counts as a whole
     one, so a step with many such prompts can need a little more.
     """
-    if cache.dtype != E4M3 or not has_fa3(device):
+    if not has_fa3(device):
         return 0
     tokens = max(max_seq_len, _TOGETHER) + max_num_tokens
-    most = _MOST_BYTES // copies_format(cache, dtype).bytes_per_block - MAX_PROMPTS
+    most = _MOST_BYTES // copies_format(cache, dtype).bytes_per_block - _for_graphs(cache.block_size)
     return max(0, min(-(-tokens // cache.block_size), most))
 
 
-def copies_pay(q_lens: np.ndarray, kv_lens: np.ndarray, blocks: int, block_size: int) -> bool:
-    """Whether copies of what a step's prompts read fit into `blocks`, and FA3 over them is faster than FA2
-    over the cache (core/tuned). q_lens and kv_lens: int32 [R]."""
+def copies_pay(
+    q_lens: np.ndarray, kv_lens: np.ndarray, blocks: int, block_size: int, group: int, fp8: bool
+) -> bool:
+    """Whether copies of what a step's prompts read fit into `blocks`, and FA3 over them is faster than over
+    the cache itself; fp8: than FA2 over a cache of e4m3 (core/tuned). q_lens and kv_lens: int32 [R]. group:
+    query heads of a head of keys."""
     numbers = active_device.active().prompt_attention
-    tokens = int(kv_lens.sum(dtype=np.int64))
-    if int(((kv_lens + (block_size - 1)) // block_size).sum()) > blocks:
+    rows, tokens = len(q_lens), int(kv_lens.sum(dtype=np.int64))
+    needed = int(((kv_lens + (block_size - 1)) // block_size).sum()) + rows * gap_blocks(block_size)
+    if needed > blocks or rows > MOST_ROWS:
         return False
-    # A copy takes a token's time once; each query that reads it saves a part of FA2's.
-    return tokens <= numbers.copied_freely or int(np.dot(q_lens.astype(np.int64), kv_lens)) >= (
-        numbers.copied_queries * tokens
-    )
+    # A copy takes a token's time once; each query that reads it saves a part of the other way's.
+    reads = int(np.dot(q_lens.astype(np.int64), kv_lens))
+    if fp8:
+        return tokens <= numbers.copied_freely or reads >= numbers.copied_queries * tokens
+    return reads * group >= numbers.copied_head_queries * tokens
 
 
 def copies_format(cache: KVCacheFormat, dtype: torch.dtype) -> KVCacheFormat:
@@ -60,6 +73,15 @@ def copies_format(cache: KVCacheFormat, dtype: torch.dtype) -> KVCacheFormat:
     return KVCacheFormat(1, cache.num_kv_heads, cache.head_dim, cache.block_size, dtype)
 
 
+def copies_rooms(cache: KVCacheFormat, blocks: int) -> int:
+    """Blocks of the scratch memory with room for `blocks`, a number that copied_blocks returned."""
+    return blocks + _for_graphs(cache.block_size)
+
+
 def copies_bytes(cache: KVCacheFormat, dtype: torch.dtype, blocks: int) -> int:
-    """Device memory for the copies of `blocks` blocks, a number that copied_blocks returned."""
-    return (blocks + MAX_PROMPTS) * copies_format(cache, dtype).bytes_per_block if blocks else 0
+    """Device memory of that scratch."""
+    return copies_rooms(cache, blocks) * copies_format(cache, dtype).bytes_per_block if blocks else 0
+
+
+def _for_graphs(block_size: int) -> int:
+    return MAX_PROMPTS * (1 + gap_blocks(block_size))  # of a graph's padding

@@ -26,6 +26,9 @@ FLOAT_WORKSPACE = 1 << 30  # bytes; FA2's partial results for graphs of 1024 row
 INT_WORKSPACE = 8 << 20
 _XQA_SEMAPHORES = 8 << 20
 _NON_CAUSAL, _CAUSAL, _NHD = 0, 1, 0
+# FA3's tiles over the paged cache, queries x tokens, by head_dim: those that FlashInfer's templates name, and
+# those that replace them. Its 32 tokens of heads of 256 make the tensor cores wait for shared memory.
+FA3_TILES: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {256: ((128, 32), (128, 64))}
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,30 @@ struct {variant.struct} : AttentionVariantBase {{
 """
 
 
+def tiled(head_dim: int, soft_cap: bool) -> tuple[str, str]:
+    """The name and CUDA text of FA3's usual variant of attention with the tiles of FA3_TILES: kernels are
+    templates of tiles and a variant, so what FlashInfer names as tiles becomes others for this one."""
+    named, own = FA3_TILES[head_dim]
+    sizes = "false, {0}, {0}, {1[0]}, {1[1]}, 2, Q, KV, O, Id, TiledAttention"  # 2: stages
+    return (
+        "TiledAttention",
+        f"""
+#include <flashinfer/attention/hopper/kernel_traits.cuh>
+#include <flashinfer/attention/hopper/variants.cuh>
+
+namespace flashinfer {{
+struct TiledAttention : DefaultAttention<{str(soft_cap).lower()}> {{
+  using Base = DefaultAttention<{str(soft_cap).lower()}>;
+  using Base::Base;
+}};
+template <class Q, class KV, class O, class Id>
+struct AttentionKernelTraits<{sizes.format(head_dim, named)}>
+    : AttentionKernelTraits<{sizes.format(head_dim, own)}> {{}};
+}}  // namespace flashinfer
+""",
+    )
+
+
 def batch_spec(
     backend: str,
     dtype: torch.dtype,
@@ -96,10 +123,27 @@ def batch_spec(
         more = ["by_head"], ["float"], ["sm_scale"], ["double"], variant.struct, text
         return modules.gen_customize_batch_prefill_module("fa2", uri, *types, head_dim, head_dim, *more)
     kv_dtype = dtype if backend == "fa3" else kv_dtype
+    if backend == "fa3" and head_dim in FA3_TILES:
+        struct, text = tiled(head_dim, soft_cap)
+        named = repr((dtype, window, text))
+        uri = f"batch_prefill_tiled_{hashlib.sha256(named.encode()).hexdigest()[:16]}_sm90"
+        return modules.gen_customize_batch_prefill_module(
+            "fa3", uri, dtype, kv_dtype, dtype, torch.int32, head_dim, head_dim, *_FA3_ARGUMENTS,
+            struct, text, use_sliding_window=window, use_logits_soft_cap=soft_cap,
+        )  # fmt: skip
     options = (0, window, soft_cap, False)  # no rope or float16 reduction
     return modules.gen_batch_prefill_module(
         backend, dtype, kv_dtype, dtype, torch.int32, head_dim, head_dim, *options
     )
+
+
+# Of FlashInfer's usual variant for FA3, which PagedCalls.run passes: names and types of tensors, of numbers.
+_FA3_ARGUMENTS = (
+    ["maybe_prefix_len_ptr", "maybe_token_pos_in_items_ptr", "maybe_max_item_len_ptr", "maybe_scale_v"],
+    ["uint32_t", "uint16_t", "uint16_t", "float"],
+    ["logits_soft_cap", "sm_scale", "scale_v_scalar", "token_pos_in_items_len"],
+    ["double", "double", "double", "int64_t"],
+)
 
 
 class PagedCalls:
@@ -137,13 +181,21 @@ class PagedCalls:
                 self._module(backend, variant)
 
     def plan(
-        self, backend: str, causal: bool, entry: PinnedEntry, tokens: int, rows: int, graph: bool
+        self,
+        backend: str,
+        causal: bool,
+        entry: PinnedEntry,
+        tokens: int,
+        rows: int,
+        graph: bool,
+        kv_starts: Tensor | None = None,
     ) -> Any:
-        """FlashInfer's plan information for `rows` rows staged in `entry`; copies asynchronously from it."""
+        """FlashInfer's plan information for `rows` rows staged in `entry`; copies asynchronously from it.
+        kv_starts: where rows begin in copies, int32 [rows + 1] on the host."""
         shape, host = self._shape, entry.host(rows)
         arguments = [
             self._float_workspace, self._int_workspace[int(causal)], entry.workspace,
-            host.qo_indptr, host.kv_indptr, host.kv_lens, tokens, rows,
+            host.qo_indptr, host.kv_indptr if kv_starts is None else kv_starts, host.kv_lens, tokens, rows,
             shape.num_heads, shape.num_kv_heads, shape.block_size, graph, shape.head_dim, shape.head_dim,
             causal, self._window_left,
         ]  # fmt: skip
@@ -164,12 +216,11 @@ class PagedCalls:
         metadata: PagedMetadata,
         rows: int,
         kv_scales: tuple[float, float] = (1.0, 1.0),
-        indices: Tensor | None = None,
         scores: Scores | None = None,
     ) -> None:
-        """Attend q[T, Hq, D] of the planned rows to (K, V) and write out[T, Hq, D]. kv_scales: what the
-        elements of a cache of e4m3 are multiplied by. indices: the rows' blocks in (K, V), if they are others
-        than the metadata's. scores: None: their scale is 1 / sqrt(D)."""
+        """Attend q[T, Hq, D] of the planned rows to (K, V) and write out[T, Hq, D]. backend "copied": FA3
+        over copies, each [tokens, Hkv, D]. kv_scales: what the elements of a cache of e4m3 are multiplied by.
+        scores: None: their scale is 1 / sqrt(D)."""
         k_scale, v_scale = kv_scales
         scores = scores or Scores(1.0 / math.sqrt(self._shape.head_dim))
         sm_scale, cap = scores.scale * k_scale, scores.soft_cap or 0.0
@@ -183,10 +234,11 @@ class PagedCalls:
             unused = [None] * 6  # custom masks, ALiBi and multi-item scoring
         if scores.variant is not None:
             unused, more = [scores.by_head], [sm_scale]
-        self._module(backend, scores.variant).paged_run(
+        module = self._module(backend, scores.variant)
+        blocks = [] if backend == "copied" else [metadata.indices, metadata.last_page_len(rows)]
+        (module.paged_run if blocks else module.ragged_run)(
             self._float_workspace, self._int_workspace[int(causal)], info, q, *cache,
-            metadata.qo_indptr(rows), metadata.kv_indptr(rows),
-            metadata.indices if indices is None else indices, metadata.last_page_len(rows),
+            metadata.qo_indptr(rows), metadata.kv_indptr(rows), *blocks,
             out, lse,  # of the scores, to the base of 2
             _CAUSAL if causal else _NON_CAUSAL, _NHD, self._window_left,
             True,  # programmatic dependent launch
@@ -211,6 +263,7 @@ class PagedCalls:
         )  # fmt: skip
 
     def _module(self, backend: str, variant: Variant | None) -> Any:
+        backend = "fa3" if backend == "copied" else backend  # which has both kernels
         key = backend, variant
         if key not in self._modules:
             shape, options = self._shape, (self._window_left >= 0, self._soft_cap, variant)

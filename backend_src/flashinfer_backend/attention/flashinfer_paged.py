@@ -46,8 +46,8 @@ class FlashInferAttention:
     next to this file, or "auto", which takes what measured faster (docs/notes/performance-notes.md).
     most_drafts: by the number of decode rows of a step, how many drafts each of them checks at most; only the
     Triton kernel checks any.
-    copied_blocks: of a cache of e4m3, how many blocks the prompts of a step may read for FA3, which reads
-    copies in the type of queries (attention/copies.py); prompts that read more take FA2.
+    copied_blocks: how many blocks the prompts of a step may read for FA3 over copies in the type of queries
+    (attention/copies.py); prompts that read more take FA3 over the cache, or FA2 over one of e4m3.
     window: the latest tokens that a token sees, itself included; None: all. scores: of each layer; None:
     scales of 1 / sqrt(head_dim). like: that of another cache group, which shares scratch memory with it.
     All calls must come from one thread with one current stream.
@@ -127,8 +127,9 @@ class FlashInferAttention:
         self._prefill_call = Call("none", 0)
         self._side_stream: torch.cuda.Stream = torch.cuda.Stream(where) if like is None else like._side_stream
         self._fa3 = has_fa3(where) and not varied and (copied_blocks > 0 or not self._fp8_cache)
+        self._group = num_heads // num_kv_heads
         self._copies: triton_copy.Copies | None = None
-        if self._fa3 and self._fp8_cache:
+        if self._fa3 and copied_blocks:
             self._copies = (
                 like._copies if like is not None else triton_copy.Copies(shape, dtype, copied_blocks, where)
             )
@@ -317,7 +318,11 @@ class FlashInferAttention:
             kv_lens = kv_lens - behind * self._prefill.block_size
         entry = self._prefill.upload(q_lens, kv_lens, slots, rows, first, behind)
         self._prefill.gather(block_table, entry, packed=True)
-        info = self._calls.plan(backend, True, entry, tokens, rows, graph_tokens > 0)
+        starts = None
+        if backend == "copied":
+            assert self._copies is not None
+            starts = torch.from_numpy(self._copies.starts(entry.host(rows).kv_indptr.numpy()))
+        info = self._calls.plan(backend, True, entry, tokens, rows, graph_tokens > 0, starts)
         self._ring.release(entry)
         return info
 
@@ -342,18 +347,17 @@ class FlashInferAttention:
     def run_prompts(self, backend: str, info: Any, layer: int, q: Tensor, out: Tensor, rows: int) -> None:
         """q, out [T, Hq, D] of planned prompts."""
         cache, scales, metadata = self.layers[layer], self._scales[layer], self._prefill
-        indices = None
-        if backend == "fa3" and self._copies is not None:
+        if backend == "copied":
+            assert self._copies is not None
             # On the stream of FA3, which has read the last layer's copies when these are written.
-            self._copies.write(cache, metadata.indices, metadata.kv_indptr(rows), rows)
-            cache, indices = self._copies.layer, self._copies.indices
-        self._calls.run(
-            backend, True, info, q, cache, out, metadata, rows, scales, indices, self._scores[layer]
-        )
+            self._copies.write(cache, metadata, rows)
+            cache = self._copies.layer
+        self._calls.run(backend, True, info, q, cache, out, metadata, rows, scales, self._scores[layer])
 
     def choose_prefill(self, q_lens: np.ndarray, kv_lens: np.ndarray) -> str:
-        """FlashInfer module for these prefill rows: FA3 but where its tiles do not fit them, or copies would
-        cost more than they bring (core/tuned), or there is no room for them."""
+        """How these prefill rows are computed: by FA3 over copies ("copied"), or over the cache where copies
+        would cost more than they bring (core/tuned) or have no room; by FA2 where FA3's tiles do not fit the
+        rows, or it would read a cache of e4m3."""
         behind = self.behind(q_lens, kv_lens)
         if behind is not None:
             kv_lens = kv_lens - behind * self._prefill.block_size
@@ -362,13 +366,18 @@ class FlashInferAttention:
         numbers, tiles = device.active().prompt_attention, int(((q_lens + 127) // 128).sum()) * self.num_heads
         wasteful = tiles > device.sms() and int(q_lens.sum()) < numbers.short_queries * len(q_lens)
         idle = tiles < numbers.few_tiles and int(kv_lens.max()) > numbers.long_prefix
-        return "fa3" if self._fa3 and not (wasteful or idle) and self._can_copy(q_lens, kv_lens) else "fa2"
+        if not self._fa3 or wasteful or idle:
+            return "fa2"
+        where = self._prefill.block_size, self._group, self._fp8_cache
+        if self._copies is not None and copies_pay(q_lens, kv_lens, self._copies.blocks, *where):
+            return "copied"
+        return "fa2" if self._fp8_cache else "fa3"
 
-    def _can_copy(self, q_lens: np.ndarray, kv_lens: np.ndarray) -> bool:
-        """Whether the copies that FA3 reads have room, and pay; yes where it needs none."""
-        return self._copies is None or copies_pay(
-            q_lens, kv_lens, self._copies.blocks, self._prefill.block_size
-        )
+    @property
+    def graphed_prompts(self) -> str:
+        """What prompts of steps that are graphs take: too few queries for copies to pay, unless FA3 could not
+        read the cache."""
+        return "copied" if self._fp8_cache else "fa3"
 
 
 class DecodeGraphState:
@@ -453,7 +462,7 @@ class _Ahead:
 class StepGraphState:
     """Attention of a step of up to `tokens` tokens: decode rows first, at most `decode_rows`, then prompts.
 
-    Decode rows take the Triton kernel, prompts FA3, over copies where the cache is of e4m3: all of them read
+    Decode rows take the Triton kernel, prompts FA3, over copies where the cache is of e4m3; all of them read
     what is different from step to step from the device, so one capture serves every step that `plan` accepts.
     Capture `run` for every layer with q and out of exactly `tokens` rows (at most LARGEST_GRAPH); before each
     replay call plan(batch, host), host empty, on the stream of the replay. Rows beyond the batch's are left
@@ -498,7 +507,7 @@ class StepGraphState:
         if not decode and self._tokens <= device.active().prompt_attention.serial_tokens:
             # A decode kernel without work would not wait for the prompts'; what follows waits for it only.
             return False
-        if self._attention.choose_prefill(q_lens, kv_lens) != "fa3":
+        if self._attention.choose_prefill(q_lens, kv_lens) == "fa2":
             return False
         self._attention.plan_items(
             batch.kv_lens[:decode], batch.slots[:decode], self._items, None, self._tiles, batch.prefixes
@@ -510,9 +519,10 @@ class StepGraphState:
 
     def run(self, layer: int, q: Tensor, out: Tensor) -> None:
         attention, rows, call = self._attention, self._decode_rows, self._call
+        backend = attention.graphed_prompts
         attention.side_by_side(
             self._tokens,
-            lambda: attention.run_prompts("fa3", self._info, layer, q, out, MAX_PROMPTS),
+            lambda: attention.run_prompts(backend, self._info, layer, q, out, MAX_PROMPTS),
             lambda: attention.run_decode(call, layer, q[:rows], out[:rows]),
         )
 
@@ -525,7 +535,8 @@ class StepGraphState:
     ) -> list[int]:
         padded = np.zeros(MAX_PROMPTS, np.int32)
         padded[: len(q_lens)] = q_lens
-        return list(self._attention.plan_prompts("fa3", padded, kv_lens, slots, table, first, LARGEST_GRAPH))
+        where = kv_lens, slots, table, first, LARGEST_GRAPH
+        return list(self._attention.plan_prompts(self._attention.graphed_prompts, padded, *where))
 
 
 def check_scores(scores: list[Scores], window: int | None) -> None:

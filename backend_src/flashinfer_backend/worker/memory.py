@@ -172,7 +172,7 @@ def _no_room(free: int, copies: int, shared: bool) -> str:
     takers = ["the weights", "the largest step"]
     takers += ["other engines on this GPU"] if shared else []
     if copies:
-        takers.append(f"copies of an FP8 cache's blocks for prompts ({copies / 2**30:.2f} GiB)")
+        takers.append(f"copies of the cache for prompts ({copies / 2**30:.2f} GiB)")
     left = (
         f"leave {free / 2**30:.2f} GiB" if free >= 0 else f"want {-free / 2**30:.2f} GiB more than there is"
     )

@@ -297,9 +297,9 @@ def _call_others(config: EngineConfig, model: Transformer, drafter: ModelSpec | 
     keep_likeliest(changed, index, heat, _words(4), heat, heat, FEW)
     penalties = Penalties(index, index, _words(4), heat, heat, heat)
     penalise(changed, penalties, _words(config.max_num_seqs, config.max_seq_len + 1), _words(4))
-    if stored == E4M3:
-        copies = empty(2, block, kv_heads, dim), empty(2, block, kv_heads, dim)
-        triton_copy.copy_blocks(cache, copies, _words(4), _words(4), 3)
+    copies = empty(2, block, kv_heads, dim), empty(2, block, kv_heads, dim)
+    for rows in triton_copy.ROWS:
+        triton_copy.copy_prompts(cache, copies, _words(4), _words(4), _words(4), rows)
     drafts = 0 if config.speculative_method == "none" else config.max_draft_len
     varied = any(mixer.variant for mixer in spec.attentions)  # which take FA2
     if config.attention_backend in ("auto", "triton") and not varied:

@@ -268,9 +268,11 @@ class PromptAttention(_Data, frozen=True):
     splits them. serial_tokens: a step of more has its decode rows next to its prompts; up to that, products
     start before the kernel before them has ended, which works along one stream only.
 
-    Over a cache of e4m3, FA3 reads copies in 16 bits. copied_queries: the fewest queries, on average over the
-    tokens that they read, that make up for copying these tokens; for fewer FA2, which reads e4m3.
-    copied_freely: tokens up to which copying takes next to nothing, whatever the queries.
+    FA3 is fastest over copies in 16 bits (attention/copies.py). copied_head_queries: the fewest queries, on
+    average over the tokens that they read, times the query heads of a head of keys, that make up for copying
+    these tokens; for fewer, FA3 over the cache. copied_queries: the fewest queries with a cache of e4m3; for
+    fewer FA2, which reads it. copied_freely: tokens of such a cache up to which copying takes next to
+    nothing, whatever the queries.
     """
 
     short_queries: int
@@ -279,6 +281,7 @@ class PromptAttention(_Data, frozen=True):
     serial_tokens: int
     copied_queries: int = 64
     copied_freely: int = 1024
+    copied_head_queries: int = 1024
 
 
 class Scheduling(_Data, frozen=True):
