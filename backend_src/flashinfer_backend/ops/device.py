@@ -16,7 +16,7 @@ from flashinfer_backend.core.tuned import Tuned
 
 logger = logging.getLogger(__name__)
 
-SMS_OF_HOPPER = 132  # stands for a GPU's where there is none
+SMS_OF_HOPPER, SHARED_MEMORY_OF_HOPPER = 132, 227 << 10  # stand for a GPU's where there is none
 HOPPER = (9, 0)
 LIKE = "NVIDIA H200"  # whose numbers other GPUs with its processor take
 
@@ -58,6 +58,15 @@ def sms() -> int:
     if not torch.cuda.is_available():
         return SMS_OF_HOPPER
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+
+@functools.cache
+def shared_memory() -> int:
+    """Bytes of an SM's that a program on this process's GPU can have."""
+    if not torch.cuda.is_available():
+        return SHARED_MEMORY_OF_HOPPER
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
 
 
 def _forget() -> None:

@@ -27,7 +27,12 @@ from flashinfer_backend.ops.triton_prefetch import wait_and_launch
 NATIVE = True  # with what a GPU alone has, and Triton's interpreter does not know
 _CHANNELS = 128  # of a convolution's program
 _TOKENS = 16  # the same; no fewer than inputs of the convolution
-_STATE_COLUMNS = 32  # values of a head, of a program that goes through a row's chunks
+# Values of a head, of a program that goes through a row's chunks, and how long such a one takes: more columns
+# read queries and keys less often, fewer let more programs share the work.
+_STATE_COLUMNS = {32: 1.0, 64: 1.8}
+_THREE_STAGES = 202 << 10  # bytes that a program of 64 columns takes with its loads in three stages
+# A thread's that computes what chunks write: three programs then share an SM, though it spills some values.
+_WRITES_REGISTERS = 168
 _NORMED = 8  # heads of a program
 SEARCHED = (16, 128, 1024, 8192)  # rows, of variants of the kernels that look for their row
 # Tokens, of DeltaStates.pending: reading more would cost what writing states less often saves.
@@ -530,6 +535,13 @@ def _gated_norm(
     tl.store(out + token * (HEADS * DV) + cells, normed, mask=inside)
 
 
+def _state_columns(heads: int, dv: int, sms: int) -> int:
+    """Of a program of _chunk_states where this many heads of rows each have dv: those that are done first. A
+    program has an SM for itself."""
+    fitting = [columns for columns in _STATE_COLUMNS if columns <= dv]
+    return min(fitting, key=lambda columns: -(-heads * (dv // columns) // sms) * _STATE_COLUMNS[columns])
+
+
 def delta_net(
     qkv: Tensor, z: Tensor, a: Tensor, b: Tensor, weights: DeltaWeights, states: DeltaStates, rows: DeltaRows
 ) -> Tensor:
@@ -605,18 +617,16 @@ def delta_net(
         **(sizes | launch),
         SIZE=CHUNK,
         ROWS=searched,
+        maxnreg=_WRITES_REGISTERS,
     )
-    columns = min(_STATE_COLUMNS, dv)
-    many = prompts * heads * (dv // columns) > 2 * device.sms()
-    if many and not rows.padded:  # fewer programs read queries and keys less often
-        columns = min(2 * columns, dv)
+    columns = _state_columns(heads * (1 if rows.padded else prompts), dv, device.sms())
     _chunk_states[dv // columns, heads, prompts](
         *(convolved, u, w, scores, factors, recurrent, keys, written, decays, before),
         *(slots, starts, first, cuts, saves, results),
         **(sizes | launch),
         SIZE=CHUNK,
         COLUMNS=columns,
-        STAGES=2,
+        STAGES=3 if device.shared_memory() >= _THREE_STAGES else 2,
         PENDING=size,
     )
     normed = min(_NORMED, triton.next_power_of_2(heads))
