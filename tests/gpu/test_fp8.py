@@ -153,8 +153,8 @@ def test_an_mlp_of_blocks_gives_what_its_two_products_do(tokens):
     assert torch.equal(found, cuda_ops.linear_add(cuda_ops.norm_gate_up_silu(*whole), down, residual))
 
 
-@pytest.mark.parametrize("inner", [128, 4096, 18944])
-@pytest.mark.parametrize("tokens", [1, 64, 300])
+@pytest.mark.parametrize("inner", [128, 4096, 5120, 18944])
+@pytest.mark.parametrize("tokens", [1, 64, 300, 1022])
 def test_a_norm_is_part_of_quantising(tokens, inner):
     from flashinfer_backend.ops import triton_fp8
 

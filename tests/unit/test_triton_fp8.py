@@ -234,6 +234,8 @@ if __name__ == "__main__":
     exact_conversions()
     for quantised in QUANTISED:
         check_quantised(*quantised)
+    triton_fp8.PIECES_FROM, triton_fp8.PIECE = 5, 4
+    check_quantised(6, 2304, True)  # 18 groups, in five pieces, of which the last has two
     for product in PRODUCTS:
         check_product(*product)
     for activated in ACTIVATED:

@@ -21,6 +21,9 @@ from flashinfer_backend.ops.triton_prefetch import wait_and_launch
 
 NATIVE = True  # with what a GPU alone has, and Triton's interpreter does not know
 
+# Many rows with a norm are computed in pieces of so many groups where the next power of two of all of them is
+# this much more, whose threads would have nothing to do.
+PIECES_FROM, PIECE, PIECES_SAVE = 512, 8, 1.25
 _LARGEST, _SMALLEST_PEAK = tl.constexpr(LARGEST), tl.constexpr(SMALLEST_PEAK)
 
 
@@ -147,31 +150,45 @@ def finish(
 @triton.jit(do_not_specialize=["tokens", "rows"])
 def _quantise_groups(
     x, norm_weight, elements, scales, normed, tokens, rows, eps,
-    K: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, NATIVE: tl.constexpr,
+    K: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, PIECES: tl.constexpr, GROUP: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
-    # A program takes GROUPS neighbouring groups of ROWS rows, with a norm all. Rows beyond the tokens are
-    # zeros.
+    # A program takes GROUPS neighbouring groups of ROWS rows, with a norm all: in PIECES, read twice, where
+    # there are more than one. Rows beyond the tokens are zeros.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    k = (group[:, None] * GROUP + tl.arange(0, GROUP)[None, :])[None, :, :]
-    real = (group < K // GROUP)[None, :, None]
-    if norm_weight is not None:
-        weight = tl.load(norm_weight + k, mask=real, other=0.0).to(tl.float32)
+    first = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    lane = tl.arange(0, GROUP)[None, :]
+    given, inside = (row < tokens)[:, None, None], (row < rows)[:, None, None]
+    if norm_weight is not None and PIECES == 1:
+        k = (first[:, None] * GROUP + lane)[None, :, :]
+        weight = tl.load(norm_weight + k, mask=k < K, other=0.0).to(tl.float32)
     wait_and_launch(NATIVE)
-    inside, given = real & (row < rows)[:, None, None], real & (row < tokens)[:, None, None]
-    cells = row[:, None, None] * K + k
-    values = tl.load(x + cells, mask=given, other=0.0).to(tl.float32)
-    if norm_weight is not None:
-        squares = tl.sum(tl.sum(values * values, axis=2), axis=1)
-        values *= tl.rsqrt(squares / K + eps)[:, None, None]
-        rounded = (values * weight).to(x.dtype.element_ty)  # as a norm's result
-        if normed is not None:
-            tl.store(normed + cells, rounded, mask=given)
-        values = rounded.to(tl.float32)
-    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(values), axis=2), _SMALLEST_PEAK), _LARGEST)
-    tl.store(elements + cells, to_e4m3(values, scale[:, :, None], NATIVE), mask=inside)
-    of_groups = scales + group[None, :] * rows.to(tl.int64) + row[:, None]
-    tl.store(of_groups, scale, mask=(group < K // GROUP)[None, :] & (row < rows)[:, None])
+    if PIECES > 1:
+        wide = tl.zeros([ROWS, GROUPS, GROUP], tl.float32)
+        for piece in tl.static_range(PIECES):
+            k = ((first + piece * GROUPS)[:, None] * GROUP + lane)[None, :, :]
+            part = tl.load(x + row[:, None, None] * K + k, mask=given & (k < K), other=0.0).to(tl.float32)
+            wide += part * part
+        squares = tl.sum(tl.sum(wide, axis=2), axis=1)
+    for piece in tl.static_range(PIECES):
+        group = first + piece * GROUPS
+        k = (group[:, None] * GROUP + lane)[None, :, :]
+        cells = row[:, None, None] * K + k
+        values = tl.load(x + cells, mask=given & (k < K), other=0.0).to(tl.float32)
+        if norm_weight is not None:
+            if PIECES > 1:
+                weight = tl.load(norm_weight + k, mask=k < K, other=0.0).to(tl.float32)
+            else:
+                squares = tl.sum(tl.sum(values * values, axis=2), axis=1)
+            values *= tl.rsqrt(squares / K + eps)[:, None, None]
+            rounded = (values * weight).to(x.dtype.element_ty)  # as a norm's result
+            if normed is not None:
+                tl.store(normed + cells, rounded, mask=given & (k < K))
+            values = rounded.to(tl.float32)
+        scale = tl.div_rn(tl.maximum(tl.max(tl.abs(values), axis=2), _SMALLEST_PEAK), _LARGEST)
+        tl.store(elements + cells, to_e4m3(values, scale[:, :, None], NATIVE), mask=inside & (k < K))
+        of_groups = scales + group[None, :] * rows.to(tl.int64) + row[:, None]
+        tl.store(of_groups, scale, mask=(group < K // GROUP)[None, :] & (row < rows)[:, None])
 
 
 Quantised = tuple[Tensor, Tensor]  # of quantise_groups and finish_quantised
@@ -186,12 +203,16 @@ def quantise_groups(x: Tensor, norm: Norm | None = None, normed: Tensor | None =
     rows = padded(tokens)
     elements = torch.empty(rows, inner, dtype=E4M3, device=x.device)
     scales = torch.empty(inner // BLOCK, rows, dtype=torch.float32, device=x.device)
-    groups = triton.next_power_of_2(inner // BLOCK)
-    groups = groups if norm else min(groups, 16)
-    of_program = max(1, 16 // groups)
-    _quantise_groups[(triton.cdiv(rows, of_program), triton.cdiv(inner // BLOCK, groups))](
+    groups, pieces = triton.next_power_of_2(inner // BLOCK), 1
+    if norm and tokens >= PIECES_FROM and groups >= PIECES_SAVE * max(PIECE, inner // BLOCK):
+        groups, pieces = PIECE, triton.cdiv(inner // BLOCK, PIECE)
+    elif not norm:
+        groups = min(groups, 16)
+    of_program = max(1, 16 // groups) if pieces == 1 else 1
+    columns = triton.cdiv(inner // BLOCK, groups * pieces)
+    _quantise_groups[(triton.cdiv(rows, of_program), columns)](
         x, norm.weight if norm else None, elements, scales, normed, tokens, rows, norm.eps if norm else 0.0,
-        K=inner, ROWS=of_program, GROUPS=groups, GROUP=BLOCK, NATIVE=NATIVE,
+        K=inner, ROWS=of_program, GROUPS=groups, PIECES=pieces, GROUP=BLOCK, NATIVE=NATIVE,
         num_warps=min(max(groups * BLOCK // 1024, 4), 16), launch_pdl=NATIVE,
     )  # fmt: skip
     return elements, scales.t()
