@@ -165,3 +165,6 @@ def test_documents_are_scored_and_ranked(reranking: OpenAiServer, reranker: Path
         close([each["score"] for each in answer["data"]], expected)
     long = {"query": QUERY, "documents": ["a", "word " * 600]}
     assert reranking.error("/rerank", long)[2:] == ("documents[1]", "context_length_exceeded")
+    titled = {"query": QUERY, "documents": ["a", {"text": "b", "title": "c"}]}
+    status, message, place, _ = reranking.error("/rerank", titled)
+    assert (status, place) == (400, "documents[1]") and "the key 'title'" in message

@@ -92,7 +92,9 @@ def embeddings(served: ServedModel, request: EmbeddingRequest) -> Answering:
 
 
 def rerank(served: ServedModel, request: RerankRequest) -> Answering:
-    documents = [each.get("text") if isinstance(each, dict) else each for each in request.documents]
+    _check_count("documents", len(request.documents))
+    places = _places("documents", len(request.documents))
+    documents = [_text(*each) for each in zip(places, request.documents, strict=True)]
     prompts = _pairs(served, request, "query", [request.query], "documents", documents)
 
     def content(found: list[float]) -> dict[str, Any]:
@@ -103,7 +105,7 @@ def rerank(served: ServedModel, request: RerankRequest) -> Answering:
             results.append({"index": i, **document, "relevance_score": found[i]})
         return {"results": results}
 
-    return partial(_scored, served, request, "rerank", prompts, _places("documents", len(prompts)), content)
+    return partial(_scored, served, request, "rerank", prompts, places, content)
 
 
 def score(served: ServedModel, request: ScoreRequest) -> Answering:
@@ -233,6 +235,16 @@ def _pairs(
         )
     task = INSTRUCTION if request.instruction is None else request.instruction
     return [RERANK_PROMPT.format(task, *pair) for pair in zip(queries, texts, strict=True)]
+
+
+def _text(place: str, document: Any) -> Any:
+    """A document's, which is a text or an object with one; what else an object has would not be scored."""
+    if not isinstance(document, dict):
+        return document
+    if others := document.keys() - {"text"}:
+        known = "a document is a text, or an object with `text` alone"
+        raise field_error(place, f"has the key {shown(min(others))}, which is not known; {known}")
+    return document.get("text")
 
 
 def _places(name: str, count: int) -> list[str]:
