@@ -2,14 +2,14 @@
 """Attention of a step's prompts over one layer's paged cache, as a step calls it.
 
     python perf_configs/kernels/bench_prompts.py [--heads 24/4x256,32/8x128] [--window 1024]
-        [--prompts 1x8192/8192,1x8192/30720,16x512/512] [--backend fa3] [--tiles 128x64] [--trials 20]
+        [--prompts 1x8192/8192,1x8192/30720,16x512/512] [--backend fa3] [--tile 64] [--trials 20]
 
 --heads: query heads / heads of keys x head_dim. --prompts: rows x tokens of the step / tokens that the row
 has then. --backend: FlashInfer's FA2, FA3 over the cache, or FA3 over copies, which are part of the time;
-without it, what a step takes. --tiles: FA3's queries x tokens over the cache for these heads, instead of
-those of attention/flashinfer_calls.py; `stock` are FlashInfer's own. bfloat16, blocks of 16 tokens in random
-order. Each call is a CUDA graph, timed as bench_attention.py does it; its results are compared with plain
-torch's for the last queries of each row. TFLOPS count what causality leaves.
+without it, what a step takes. --tile: tokens of FA3's tiles over the cache for these heads, a multiple of 16,
+instead of those of attention/flashinfer_calls.py. bfloat16, blocks of 16 tokens in random order. Each call is
+a CUDA graph, timed as bench_attention.py does it; its results are compared with plain torch's for the last
+queries of the first row and the last. TFLOPS count what causality and a window leave.
 """
 
 import re
@@ -27,6 +27,7 @@ from flashinfer_backend.cache.device import KVCache
 from flashinfer_backend.core.arguments import require_cuda
 
 BLOCK_SIZE, CHECKED = 16, 64  # tokens of a block; queries of a row whose results are compared
+STOCK_TILES = {64: (192, 96), 128: (128, 96), 256: (128, 32)}  # FlashInfer's queries x tokens, by head_dim
 
 
 def cases(pattern: str):
@@ -95,20 +96,18 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--window", type=integer(1))
     parser.add_argument("--backend", choices=["fa2", "fa3", "copied"])
-    parser.add_argument("--tiles")
+    parser.add_argument("--tile", type=integer(16, 128))
     parser.add_argument("--trials", type=integer(1), default=20)
     options = parser.parse_args(arguments)
     require_cuda(parser)
     flush = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
     print("| heads | step | taken | us | TFLOPS | error |\n|---|---|---|---|---|---|")
     for heads, kv_heads, dim in options.heads:
-        stock = flashinfer_calls.FA3_TILES.get(dim, (None, None))[0]
-        if options.tiles == "stock":
-            flashinfer_calls.FA3_TILES.pop(dim, None)
-        elif options.tiles:
-            queries, tokens = (int(n) for n in options.tiles.split("x"))
-            named = stock or {64: (192, 96), 128: (128, 96)}[dim]
-            flashinfer_calls.FA3_TILES[dim] = named, (queries, tokens)
+        if options.tile:
+            named = STOCK_TILES[dim]
+            flashinfer_calls.FA3_TILES[dim] = named, (named[0], options.tile)
+            if options.tile == named[1]:
+                del flashinfer_calls.FA3_TILES[dim]
         for rows, q_len, kv_len in options.prompts:
             bench = Bench([heads, kv_heads, dim], rows, kv_len, options.window)
             chosen = bench.attention.choose_prefill(*(np.full(rows, n, np.int32) for n in (q_len, kv_len)))

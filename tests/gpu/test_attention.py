@@ -44,6 +44,30 @@ def test_graph_replays_other_lengths_and_fewer_rows(heads, kv_heads, backend):
     check_graphs(Setup(heads, kv_heads, backend))
 
 
+def test_long_prompts_take_copies():
+    choose = Setup(32, 8).attention.choose_prefill
+    for q_len, kv_len, expected in ((2048, 2048, "copied"), (600, 4000, "copied"), (100, 4000, "fa3")):
+        assert choose(np.array([q_len], np.int32), np.array([kv_len], np.int32)) == expected
+    assert Setup(32, 8, copied_blocks=0).attention.choose_prefill(*2 * [np.array([2048], np.int32)]) == "fa3"
+
+
+@pytest.mark.parametrize("backend", ["fa3", "copied"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_a_prompt_does_not_see_what_another_has_broken(dim, backend):
+    """Keys and values of the second prompt are NaN, which tiles of the first one's would reach."""
+    setup = Setup(16, 4, dim=dim)
+    setup.attention.choose_prefill = lambda *_: backend
+    batch, q = setup.batch([700, 300], [700, 300]), setup.query(1000)
+    expected = setup.expected(batch, 0, q)[:700]
+    blocks = setup.table[int(batch.slots[1]), :19].long()
+    for part in setup.attention.layers[0]:
+        part[blocks] = torch.nan
+    out = torch.zeros_like(q)
+    setup.attention.step(batch).run(0, q, out)
+    assert_close(out[:700], expected)
+    assert out[700:].isnan().all()
+
+
 def test_a_graph_sees_blocks_that_the_table_gets_after_the_plan():
     """A decode step's newest blocks are entered by the graph itself."""
     setup = Setup(32, 8, "triton")

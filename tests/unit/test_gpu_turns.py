@@ -7,17 +7,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 
 from flashinfer_backend.cache.groups import CacheGroup
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.worker import memory
 from flashinfer_backend.worker.gpu_turns import Neighbours
-from specs import bundled
 
 ENGINE = """
 import sys
@@ -139,17 +135,13 @@ def test_engines_on_other_gpus_do_not_wait(engine: Callable[..., Engine]) -> Non
 def test_a_share_is_of_what_the_weights_of_all_engines_leave(
     free: int, neighbours: Neighbours, gib: int
 ) -> None:
-    model: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, spec=bundled())
-    config = EngineConfig(
-        model_dir="", attention_backend="torch", max_seq_len=64, kv_cache_free_gpu_mem_fraction=0.5
-    )
+    config = EngineConfig(model_dir="", max_seq_len=64, kv_cache_free_gpu_mem_fraction=0.5)
     group = CacheGroup((0,), None, config.tokens_per_block, 1 << 20)
-    assert memory.num_blocks_of(config, model, [group], [0], free << 30, neighbours) == gib << 10
+    assert memory.num_blocks_of(config, [group], [0], free << 30, neighbours) == gib << 10
 
 
 def test_other_engines_are_named_where_they_leave_no_memory() -> None:
-    model: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, spec=bundled())
-    config = EngineConfig(model_dir="", attention_backend="torch", max_seq_len=64)
+    config = EngineConfig(model_dir="", max_seq_len=64)
     group = CacheGroup((0,), None, config.tokens_per_block, 1 << 20)
     with pytest.raises(ValueError, match="the largest step and other engines on this GPU want 1"):
-        memory.num_blocks_of(config, model, [group], [0], -(1 << 30), Neighbours(cache=1))
+        memory.num_blocks_of(config, [group], [0], -(1 << 30), Neighbours(cache=1))

@@ -185,14 +185,16 @@ def test_an_output_gate_has_one_variant_for_any_step():
     assert prebuild_triton.compile_together(ahead) == []
 
 
-def test_a_delta_net_has_one_variant_for_any_step():
-    """But where a kernel looks through more rows, takes wider columns of more states, or has rows without
-    tokens. They compile for Hopper."""
+@pytest.mark.parametrize("heads", [32, 48])
+def test_a_delta_net_has_one_variant_for_any_step(heads):
+    """But where a kernel looks through more rows, takes other columns for another number of rows, or has rows
+    without tokens. They compile for Hopper."""
     from flashinfer_backend.cache.device import StateFormat
     from flashinfer_backend.ops.torch_delta import DeltaRows, DeltaWeights
     from flashinfer_backend.ops.triton_delta import MOST_PENDING, delta_net
 
-    model = bundled(architectures=["Qwen3_5ForCausalLM"], model_type="qwen3_5_text")
+    sizes = {"linear_num_value_heads": heads}
+    model = bundled(architectures=["Qwen3_5ForCausalLM"], model_type="qwen3_5_text", **sizes)
     config = EngineConfig(model_dir="", max_seq_len=8192, max_num_seqs=256)
     kernels = {
         "_decode_rows": 2,
@@ -202,21 +204,22 @@ def test_a_delta_net_has_one_variant_for_any_step():
         "_chunk_states": 2,
         "_gated_norm": 1,
     }
-    heads, dim, channels = 32, 128, 64 * 128
+    dim, channels = 128, (32 + heads) * 128
 
     def steps(drafts: int) -> None:
         of_heads = empty(heads, of=torch.float32)
         kept = 1, heads, dim, dim, channels, 4, torch.bfloat16, drafts, 0 if drafts else MOST_PENDING
         states = StateFormat(*kept).allocate(9, META).layers[0]
         weights = DeltaWeights(empty(channels, 4), of_heads, of_heads, empty(dim), model.norm_eps)
-        for rows, decodes, tokens in ((1, 1, 1), (33, 33, 33), (3, 2, 70), (7, 0, 4096), (200, 1, 300)):
+        kinds = [(1, 1, 1), (33, 33, 33), (3, 2, 70), (7, 0, 4096), (200, 1, 300)]
+        for rows, decodes, tokens in [*kinds, *((n, 0, 300) for n in range(1, 10))]:
             qkv, z = empty(tokens, channels + heads * dim).split([channels, heads * dim], dim=-1)
             b, a = empty(tokens, 2 * heads).chunk(2, dim=-1)
             slots, starts, first, held = empty(4, rows + 1, of=torch.int32)
             own = DeltaRows(slots[1:], starts, first[1:], held[1:] if drafts else None, decodes)
             if tokens == 4096:
                 own = own._replace(cuts=starts[1:], saves=slots[1:])
-            delta_net(qkv, z, a, b, weights, states, own._replace(padded=rows == 7 or tokens == 70))
+            delta_net(qkv, z, a, b, weights, states, own._replace(padded=tokens in (70, 4096)))
 
     compiled = []
     for drafts in (0, 3):

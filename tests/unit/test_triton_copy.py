@@ -3,6 +3,7 @@
 tests/gpu/test_fp8_cache.py runs the real one. And how much room copies have, and when they pay.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,7 +21,6 @@ from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.ops import device
 from flashinfer_backend.worker import memory
 from flashinfer_backend.worker.gpu_turns import Neighbours
-from specs import bundled
 
 BLOCK_SIZE = 16
 SHAPES = [(1, 64), (5, 128), (8, 128)]  # key/value heads, dim; 5 heads divide into small pieces
@@ -31,7 +31,7 @@ def check(
     kv_heads: int, dim: int, types: tuple[torch.dtype, torch.dtype], lengths: list[int], block_size: int = 16
 ) -> None:
     """Rows of so many tokens, in blocks in any order, some twice; zeros behind each; all other copies as they
-    were. Every number of e4m3 is among the elements, but for NaN, which only cells that no row has are."""
+    were. Elements are every number of e4m3; cells that no row has are NaN."""
     from flashinfer_backend.attention import triton_copy
 
     torch.manual_seed(0)
@@ -75,59 +75,85 @@ def hopper(monkeypatch):
     return torch.device("cuda")
 
 
+PLAIN = replace(LLAMA_8B, dtype=torch.bfloat16, scales=())
+FREE = 100 << 30  # bytes
+
+
 @pytest.mark.parametrize(
     ("cache", "max_seq_len", "tokens"),
     [
         (LLAMA_8B, 4096, 65536 + 8192),  # several prompts behind prefixes
+        (PLAIN, 4096, 65536 + 8192),
         (LLAMA_8B, 131072, 131072 + 8192),
         (LLAMA_8B, 1 << 20, (1 << 18) - copies.MAX_PROMPTS * (BLOCK_SIZE + 128)),  # 1 GiB
         (KVCacheFormat(1, 8, 128, 64, torch.float8_e4m3fn, ((1.0, 1.0),)), 100000, 100032 + 8192),
     ],
 )
 def test_room_for_the_longest_sequence_up_to_a_bound(hopper, cache, max_seq_len, tokens):
-    blocks = copies.copied_blocks(cache, torch.bfloat16, max_seq_len, 8192, hopper)
+    blocks = copies.copied_blocks(cache, torch.bfloat16, max_seq_len, 8192, hopper, FREE)
     assert blocks == tokens // cache.block_size
     used = copies.copies_bytes(cache, torch.bfloat16, blocks)
     assert used == (tokens + copies.MAX_PROMPTS * (cache.block_size + 128)) * 2 * 8 * 128 * 2 <= 1 << 30
 
 
+def test_copies_that_are_not_needed_take_a_small_part_of_the_memory(hopper):
+    def used(cache: KVCacheFormat, free: int) -> int:
+        blocks = copies.copied_blocks(cache, torch.bfloat16, 131072, 8192, hopper, free)
+        return copies.copies_bytes(cache, torch.bfloat16, blocks)
+
+    assert used(LLAMA_8B, 4 << 30) == used(LLAMA_8B, FREE) == used(PLAIN, FREE) > 512 << 20
+    assert 127 << 20 <= used(PLAIN, 4 << 30) <= 128 << 20
+    assert used(PLAIN, 1 << 20) == used(PLAIN, -1) == 0
+    for head_dim, some in ((64, False), (128, True), (256, True)):
+        assert (used(replace(PLAIN, head_dim=head_dim), FREE) > 0) is some
+    assert used(replace(LLAMA_8B, head_dim=64), FREE) > 0
+
+
 def test_no_room_where_nothing_is_copied(hopper, monkeypatch):
-    assert copies.copied_blocks(LLAMA_8B, torch.bfloat16, 4096, 8192, torch.device("cpu")) == 0
+    def room(cache: KVCacheFormat, device: torch.device = hopper) -> int:
+        return copies.copied_blocks(cache, torch.bfloat16, 4096, 8192, device, FREE)
+
+    assert room(LLAMA_8B, torch.device("cpu")) == 0
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
-    assert copies.copied_blocks(LLAMA_8B, torch.bfloat16, 4096, 8192, hopper) == 0
+    assert room(LLAMA_8B) == room(PLAIN) == 0
     assert copies.copies_bytes(LLAMA_8B, torch.bfloat16, 0) == 0
 
 
-def test_the_cache_leaves_the_copies_their_memory(hopper, monkeypatch):
-    free = 20 << 30
-    model = SimpleNamespace(device=hopper, dtype=torch.bfloat16, spec=bundled())
+@pytest.mark.parametrize(
+    ("backend", "variants", "groups", "some"),
+    [
+        ("auto", [None, None], [(0, 1)], True),
+        ("torch", [None, None], [(0, 1)], False),
+        ("auto", ["alibi", None], [(0, 1)], False),  # which takes FA2 as a whole
+        ("auto", ["alibi", None], [(0,), (1,)], True),
+        ("auto", [None], [(0, 1)], True),  # the second layer is a drafter's
+    ],
+)
+def test_copies_are_for_groups_without_variants(hopper, monkeypatch, backend, variants, groups, some):
+    attentions = [SimpleNamespace(variant=variant) for variant in variants]
+    spec = SimpleNamespace(attentions=attentions)
+    model = SimpleNamespace(device=hopper, dtype=torch.bfloat16, spec=spec)
+    config = EngineConfig(model_dir="", attention_backend=backend, max_seq_len=4096, max_num_tokens=8192)
+    monkeypatch.setattr(memory, "_cache_format", lambda *_: PLAIN)
+    given = [CacheGroup(layers, None, BLOCK_SIZE, 1 << 20) for layers in groups]
+    assert (memory._copied_blocks(config, model, given, FREE) > 0) is some
 
-    def tokens(backend: str, cache: KVCacheFormat) -> int:
-        config = EngineConfig(
-            model_dir="",
-            max_seq_len=131072,
-            max_num_tokens=8192,
-            attention_backend=backend,
-            kv_cache_free_gpu_mem_fraction=1.0,
-        )
-        monkeypatch.setattr(memory, "_cache_format", lambda *_: cache)
-        group = CacheGroup(tuple(range(cache.num_layers)), None, BLOCK_SIZE, cache.bytes_per_block)
-        return memory.num_blocks_of(config, model, [group], [0], free, Neighbours()) * cache.block_size
 
-    scratch = (131072 + 8192 + 16 * (16 + 128)) * 2 * 8 * 128 * 2
-    assert tokens("auto", LLAMA_8B) == (free - scratch) // (LLAMA_8B.bytes_per_token * 16) * 16
-    plain = KVCacheFormat(32, 8, 128, BLOCK_SIZE, torch.bfloat16)
-    assert tokens("auto", plain) == (free - scratch) // (plain.bytes_per_token * 16) * 16
-    assert tokens("torch", plain) == free // (plain.bytes_per_token * 16) * 16
-    assert tokens("torch", LLAMA_8B) == free // (LLAMA_8B.bytes_per_token * 16) * 16
-    free = 256 << 20
+def test_the_cache_leaves_the_copies_their_memory():
+    config = EngineConfig(model_dir="", max_seq_len=131072, kv_cache_free_gpu_mem_fraction=1.0)
+    group = CacheGroup((0,), None, BLOCK_SIZE, LLAMA_8B.bytes_per_block)
+
+    def blocks(free: int, copied: int) -> int:
+        return memory.num_blocks_of(config, [group], [0], free, Neighbours(), copied)
+
+    assert blocks(20 << 30, 0) == (20 << 30) // LLAMA_8B.bytes_per_block
+    assert blocks(20 << 30, 1 << 30) == (19 << 30) // LLAMA_8B.bytes_per_block
     with pytest.raises(
         ValueError, match=r"copies of .* \(0.54 GiB\) want 0.29 GiB more than there is. Lower"
     ):
-        tokens("auto", LLAMA_8B)
-    free = 1 << 10
+        blocks(256 << 20, 553 << 20)
     with pytest.raises(ValueError, match=r"the weights and the largest step leave 0.00 GiB. Lower"):
-        tokens("torch", LLAMA_8B)
+        blocks(1 << 10, 0)
 
 
 if __name__ == "__main__":
@@ -169,6 +195,9 @@ def test_prompts_take_copies_where_they_have_room_and_pay(q_lens, kv_lens, fp8, 
         # Products of 32 768 queries and 131 072 tokens are more than an int32.
         long = np.array([32768], np.int32), np.array([131072], np.int32)
         assert all(copies.copies_pay(*long, 10000, BLOCK_SIZE, 4, of) for of in (True, False))
+        # A query sees no more than its window of what is copied.
+        lens = np.array([1600], np.int32), np.array([1727], np.int32)
+        assert [copies.copies_pay(*lens, 200, BLOCK_SIZE, 8, False, n) for n in (128, 256)] == [False, True]
         many = np.full(copies.MOST_ROWS + 1, 4000, np.int32)
         assert not copies.copies_pay(many, many, 1 << 20, BLOCK_SIZE, 4, True)
 

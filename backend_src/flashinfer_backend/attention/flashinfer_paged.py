@@ -130,9 +130,8 @@ class FlashInferAttention:
         self._group = num_heads // num_kv_heads
         self._copies: triton_copy.Copies | None = None
         if self._fa3 and copied_blocks:
-            self._copies = (
-                like._copies if like is not None else triton_copy.Copies(shape, dtype, copied_blocks, where)
-            )
+            shared = None if like is None else like._copies
+            self._copies = shared or triton_copy.Copies(shape, dtype, copied_blocks, where)
         self._calls.load(["fa2", "fa3"] if self._fa3 else ["fa2"])
 
     def step(self, batch: AttentionBatch) -> Prepared:
@@ -321,7 +320,9 @@ class FlashInferAttention:
         starts = None
         if backend == "copied":
             assert self._copies is not None
-            starts = torch.from_numpy(self._copies.starts(entry.host(rows).kv_indptr.numpy()))
+            begins = self._copies.starts(entry.host(rows).kv_indptr.numpy())
+            assert begins[-1] <= len(self._copies.layer[0]), "more is read than copies have room for"
+            starts = torch.from_numpy(begins)
         info = self._calls.plan(backend, True, entry, tokens, rows, graph_tokens > 0, starts)
         self._ring.release(entry)
         return info
@@ -368,15 +369,15 @@ class FlashInferAttention:
         idle = tiles < numbers.few_tiles and int(kv_lens.max()) > numbers.long_prefix
         if not self._fa3 or wasteful or idle:
             return "fa2"
-        where = self._prefill.block_size, self._group, self._fp8_cache
+        where = self._prefill.block_size, self._group, self._fp8_cache, self._window
         if self._copies is not None and copies_pay(q_lens, kv_lens, self._copies.blocks, *where):
             return "copied"
         return "fa2" if self._fp8_cache else "fa3"
 
     @property
     def graphed_prompts(self) -> str:
-        """What prompts of steps that are graphs take: too few queries for copies to pay, unless FA3 could not
-        read the cache."""
+        """What prompts of steps that are graphs take. A graph would copy for few queries as for many, so it
+        reads the cache where FA3 can."""
         return "copied" if self._fp8_cache else "fa3"
 
 

@@ -535,9 +535,9 @@ def _gated_norm(
     tl.store(out + token * (HEADS * DV) + cells, normed, mask=inside)
 
 
-def _state_columns(heads: int, dv: int, sms: int) -> int:
-    """Of a program of _chunk_states where this many heads of rows each have dv: those that are done first. A
-    program has an SM for itself."""
+def state_columns(heads: int, dv: int, sms: int) -> int:
+    """Columns of a program of _chunk_states with which all are done first, where this many heads of rows have
+    dv each. A program has an SM for itself."""
     fitting = [columns for columns in _STATE_COLUMNS if columns <= dv]
     return min(fitting, key=lambda columns: -(-heads * (dv // columns) // sms) * _STATE_COLUMNS[columns])
 
@@ -619,7 +619,7 @@ def delta_net(
         ROWS=searched,
         maxnreg=_WRITES_REGISTERS,
     )
-    columns = _state_columns(heads * (1 if rows.padded else prompts), dv, device.sms())
+    columns = state_columns(heads * (1 if rows.padded else prompts), dv, device.sms())
     _chunk_states[dv // columns, heads, prompts](
         *(convolved, u, w, scores, factors, recurrent, keys, written, decays, before),
         *(slots, starts, first, cuts, saves, results),

@@ -18,8 +18,6 @@ from flashinfer_backend.attention.compared import ComparedAttention
 from flashinfer_backend.attention.contract import Mixer, Scores
 from flashinfer_backend.attention.grouped import GroupAttention, GroupedAttention
 from flashinfer_backend.attention.variants import VARIANTS
-from flashinfer_backend.cache.device import KVCache, StateCache
-from flashinfer_backend.cache.groups import CacheGroup
 from flashinfer_backend.core import draft_counts
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.step import Feeds, StepPlan
@@ -29,6 +27,7 @@ from flashinfer_backend.ops.torch_delta import DeltaRows
 from flashinfer_backend.ops.torch_ops import BySlot
 from flashinfer_backend.ops.weight import Chosen
 from flashinfer_backend.speculate.proposer import Proposer
+from flashinfer_backend.worker.memory import SequenceMemory
 from flashinfer_backend.worker.prefixes import SharedPrefixes
 
 MOST_DEFERRED = 16  # tokens of a sequence that a proposer takes in at once
@@ -54,15 +53,15 @@ class DeviceState:
         config: EngineConfig,
         model: Transformer,
         ops: ModuleType,
-        groups: Sequence[CacheGroup],
-        caches: Sequence[KVCache],
+        memory: SequenceMemory,
         proposer: Proposer | None,
-        states: StateCache | None,
     ) -> None:
-        """states: where layers keep some; rows are slots, the dummy, and behind it snapshots, whose numbers
-        begin with 1."""
+        """memory: of its states, where layers keep some, rows are slots, the dummy, and behind it snapshots,
+        whose numbers begin with 1."""
         self.model, self.ops, self.device = model, ops, model.device
-        self.states = states
+        self.states = states = memory.states
+        groups, caches = memory.groups, memory.caches
+        self._copied_blocks = memory.copied_blocks
         # With drafts, how many tokens of its sequence a slot's state has seen.
         self._in_state: torch.Tensor | None = None
         self.groups, self.caches = groups, caches
@@ -132,13 +131,11 @@ class DeviceState:
         )
 
     def _flashinfer_attention(self, config: EngineConfig, proposer: Proposer | None) -> Mixer:
-        from flashinfer_backend.attention.copies import copied_blocks
         from flashinfer_backend.attention.flashinfer_paged import FlashInferAttention
 
         most_drafts = None
         if proposer is not None:
             most_drafts = functools.partial(draft_counts.most_drafts, most=proposer.count)
-        lengths, dtype = (config.max_seq_len, config.max_num_tokens), self.model.dtype
         attentions: list[FlashInferAttention] = []
         for group, cache in zip(self.groups, self.caches, strict=True):
             found = FlashInferAttention(
@@ -147,8 +144,8 @@ class DeviceState:
                 max_num_seqs=config.max_num_seqs,
                 max_blocks_per_seq=self.max_blocks,
                 decode_backend=config.attention_backend,
-                dtype=dtype,
-                copied_blocks=copied_blocks(cache.format, dtype, *lengths, self.device),
+                dtype=self.model.dtype,
+                copied_blocks=self._copied_blocks,
                 most_drafts=most_drafts,
                 window=group.window,
                 scores=scores_of(self.model, group.layers),

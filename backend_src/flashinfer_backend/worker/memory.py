@@ -26,11 +26,13 @@ CPU_KV_BYTES = 512 << 20  # the largest KV cache on a CPU
 
 @dataclass(frozen=True)
 class SequenceMemory:
-    """Cache groups, the cache of each, and the states, if layers keep any."""
+    """Cache groups, the cache of each, and the states, if layers keep any. copied_blocks: room for copies of
+    what prompts read (attention/copies.py)."""
 
     groups: list[CacheGroup]
     caches: list[KVCache]
     states: StateCache | None
+    copied_blocks: int
 
     @property
     def nbytes(self) -> int:
@@ -73,7 +75,10 @@ def allocate(
             snapshots,
             kept.bytes_per_sequence / 2**20,
         )
-    num_blocks = model.collectives.minimum(num_blocks_of(config, model, groups, enough, free, neighbours))
+    copied = 0 if free is None else model.collectives.minimum(_copied_blocks(config, model, groups, free))
+    copies = copies_bytes(_cache_format(config, model, (0,)), model.dtype, copied)
+    num_blocks = num_blocks_of(config, groups, enough, free, neighbours, copies)
+    num_blocks = model.collectives.minimum(num_blocks)
     if num_blocks < groups[0].needed_blocks(1, *lengths, drafts):
         tokens = num_blocks * config.tokens_per_block
         log.warning(
@@ -90,7 +95,7 @@ def allocate(
         KVCache.allocate(_cache_format(config, model, group.layers), count + 1, model.device)
         for group, count in zip(groups, blocks, strict=True)
     ]
-    return config, SequenceMemory(groups, caches, states)
+    return config, SequenceMemory(groups, caches, states, copied)
 
 
 def _cache_format(config: EngineConfig, model: Transformer, layers: tuple[int, ...]) -> KVCacheFormat:
@@ -142,20 +147,19 @@ def _num_snapshots(
 
 def num_blocks_of(
     config: EngineConfig,
-    model: Transformer,
     groups: Sequence[CacheGroup],
     enough: Sequence[int],
     free: int | None,
     neighbours: Neighbours,
+    copies: int = 0,
 ) -> int:
     """Blocks of the first cache group. enough: how many blocks each group can use. free: bytes that are left
-    for the groups; None on a CPU. neighbours: the other engines on the GPU. Raises ValueError for none."""
-    copies = 0
+    for the groups and for copies, which take so many; None on a CPU. neighbours: the other engines on the
+    GPU. Raises ValueError for none."""
     if free is None:
         free = CPU_KV_BYTES
         blocks = min(enough[0], share_memory(groups, enough, free))
     else:
-        copies = _copies_bytes(config, model)
         free -= copies + GROWTH_BYTES * neighbours.waiting
         share = int((free + neighbours.cache) * config.kv_cache_free_gpu_mem_fraction)
         blocks = share_memory(groups, enough, min(free, share))
@@ -183,14 +187,14 @@ def _no_room(free: int, copies: int, shared: bool) -> str:
     )
 
 
-def _copies_bytes(config: EngineConfig, model: Transformer) -> int:
-    """Bytes that attention of prompts copies to; plain torch and variants copy nothing."""
-    if config.attention_backend == "torch" or all(mixer.variant for mixer in model.spec.attentions):
-        return 0  # FA2 reads the cache itself
-    cache_format = _cache_format(config, model, (0,))
+def _copied_blocks(config: EngineConfig, model: Transformer, groups: Sequence[CacheGroup], free: int) -> int:
+    """Room for copies of what prompts read; plain torch copies nothing, and no group with a variant, which
+    takes FA2."""
+    varied = {layer for layer, mixer in enumerate(model.spec.attentions) if mixer.variant}
+    if config.attention_backend == "torch" or all(varied.intersection(group.layers) for group in groups):
+        return 0
     lengths = config.max_seq_len, config.max_num_tokens
-    blocks = copied_blocks(cache_format, model.dtype, *lengths, model.device)
-    return copies_bytes(cache_format, model.dtype, blocks)
+    return copied_blocks(_cache_format(config, model, (0,)), model.dtype, *lengths, model.device, free)
 
 
 def _free_after_largest_step(config: EngineConfig, model: Transformer) -> int:

@@ -297,11 +297,11 @@ def _call_others(config: EngineConfig, model: Transformer, drafter: ModelSpec | 
     keep_likeliest(changed, index, heat, _words(4), heat, heat, FEW)
     penalties = Penalties(index, index, _words(4), heat, heat, heat)
     penalise(changed, penalties, _words(config.max_num_seqs, config.max_seq_len + 1), _words(4))
-    copies = empty(2, block, kv_heads, dim), empty(2, block, kv_heads, dim)
-    for rows in triton_copy.ROWS:
-        triton_copy.copy_prompts(cache, copies, _words(4), _words(4), _words(4), rows)
     drafts = 0 if config.speculative_method == "none" else config.max_draft_len
     varied = any(mixer.variant for mixer in spec.attentions)  # which take FA2
+    copies = empty(2, block, kv_heads, dim), empty(2, block, kv_heads, dim)
+    for rows in () if varied or config.attention_backend == "torch" else triton_copy.ROWS:
+        triton_copy.copy_prompts(cache, copies, _words(4), _words(4), _words(4), rows)
     if config.attention_backend in ("auto", "triton") and not varied:
         most, fp8_cache = config.max_num_seqs, stored == E4M3
         mixers, windows = spec.attentions, spec.windows(config.max_seq_len)
@@ -338,13 +338,16 @@ def _call_others(config: EngineConfig, model: Transformer, drafter: ModelSpec | 
 def _call_delta_net(most: int, drafts: int, model: Transformer) -> None:
     """A layer's, whose sizes all others have: decode rows with up to `drafts` drafts, each number of prompts
     up to `most` that kernels tell from others, and the padded rows of graphs."""
-    from flashinfer_backend.ops.triton_delta import SEARCHED
+    from flashinfer_backend.ops.triton_delta import SEARCHED, state_columns
 
     layer = next(layer for layer in model.layers if isinstance(layer, DeltaLayer))
     format, mixer = state_format(model, drafts), layer.mixer
     assert format is not None
     states = format.allocate(1, model.device).layers[0]
-    counts = sorted({0, 1, most, *(size for size in SEARCHED if size < most)})
+    heads, _, dv = states.recurrent.shape[1:]
+    few = range(1, min(most, SEARCHED[0]) + 1)  # among these are all widths of columns
+    columns = {state_columns(heads * prompts, dv, device.sms()): prompts for prompts in few}
+    counts = sorted({0, 1, most, *columns.values(), *(size for size in SEARCHED if size < most)})
     for prompts, padded in [(0, True), (1, True), *((count, False) for count in counts)]:
         rows = prompts or most
         qkvz, ba = (

@@ -98,7 +98,7 @@ def start_runner(
     neighbours = _join(model, shard, rendezvous, plain_torch, turn)
     proposer = make_proposer(config, model) if make_proposer is not None else None
     config, kept = memory.allocate(config, model, proposer, neighbours)
-    state = DeviceState(config, model, ops, kept.groups, kept.caches, proposer, kept.states)
+    state = DeviceState(config, model, ops, kept, proposer)
     runner = Runner(config, state, proposer, adapters)
     _warm_up(config, runner)
     if turn is not None:

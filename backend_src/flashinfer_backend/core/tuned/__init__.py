@@ -269,10 +269,10 @@ class PromptAttention(_Data, frozen=True):
     start before the kernel before them has ended, which works along one stream only.
 
     FA3 is fastest over copies in 16 bits (attention/copies.py). copied_head_queries: the fewest queries, on
-    average over the tokens that they read, times the query heads of a head of keys, that make up for copying
-    these tokens; for fewer, FA3 over the cache. copied_queries: the fewest queries with a cache of e4m3; for
-    fewer FA2, which reads it. copied_freely: tokens of such a cache up to which copying takes next to
-    nothing, whatever the queries.
+    average over the tokens that are copied, times the query heads of a head of keys, that make up for
+    copying these tokens; for fewer, FA3 over the cache. copied_queries: the fewest queries with a cache of
+    e4m3; for fewer FA2, which reads it. copied_freely: tokens of such a cache up to which copying takes next
+    to nothing, whatever the queries.
     """
 
     short_queries: int
