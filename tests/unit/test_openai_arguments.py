@@ -17,7 +17,7 @@ from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.launch import launcher, probe
 from flashinfer_backend.openai import model
 from flashinfer_backend.openai.__main__ import main
-from flashinfer_backend.openai.options import worker_count
+from flashinfer_backend.openai.options import built_name, worker_count
 from perf_configs import bench_engine, profile_steps
 from ports import free_ports
 
@@ -40,6 +40,24 @@ def test_a_file_without_keys_does_not_open_the_api(tmp_path, capsys, free_port, 
     arguments = ["--model", "bundled", "--set", "device=cpu", "--api-key-file", str(path)]
     assert main([*arguments, "--port", free_port]) == 1
     assert f"--api-key-file {path} {message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("ensembles", "expected"),
+    [
+        ({"ensemble": ["llm"]}, ""),
+        ({"qwen": ["pre_qwen", "llm"], "llama": ["llm_llama"]}, "qwen"),
+        ({"llama": ["llm_llama"]}, ""),  # the llm model is of no ensemble
+        ({"ensemble": ["pre", "llm"], "old": ["pre", "llm"]}, ""),
+    ],
+)
+def test_a_model_has_the_name_of_its_ensemble(tmp_path, ensembles, expected):
+    for name, models in ensembles.items():
+        (tmp_path / name).mkdir()
+        steps = ", ".join(f'{{ model_name: "{model}" model_version: -1 }}' for model in models)
+        text = f'name: "{name}"\nplatform: "ensemble"\nensemble_scheduling {{ step [ {steps} ] }}\n'
+        (tmp_path / name / "config.pbtxt").write_text(text)
+    assert built_name(tmp_path / "llm" / "config.pbtxt", "llm") == expected
 
 
 @pytest.mark.parametrize("door", ["alone", "beside tritonserver"])

@@ -5,6 +5,7 @@ pages of other origins, the description of the API. No engine."""
 import asyncio
 import gzip
 import json
+import struct
 import re
 import threading
 import zlib
@@ -154,6 +155,8 @@ MOST = 1000
 TEXT = json.dumps({"prompt": "ab " * 20}).encode()
 RAW = zlib.compressobj(wbits=-15)
 RAW_TEXT = RAW.compress(TEXT) + RAW.flush()
+# A stored block, whose padding may be anything, and an empty last one: the first byte is as in zlib's header.
+STORED = struct.pack("<BHH", 8, len(TEXT), len(TEXT) ^ 0xFFFF) + TEXT + b"\1\0\0\xff\xff"
 
 
 @pytest.mark.parametrize(
@@ -163,6 +166,7 @@ RAW_TEXT = RAW.compress(TEXT) + RAW.flush()
         ("x-gzip", gzip.compress(TEXT, mtime=0), 200, ""),
         ("deflate", zlib.compress(TEXT), 200, ""),
         ("deflate", RAW_TEXT, 200, ""),
+        ("deflate", STORED, 200, ""),
         ("identity", TEXT, 200, ""),
         ("gzip", gzip.compress(TEXT, mtime=0)[:-5], 400, "ends too early"),
         ("gzip", gzip.compress(TEXT[:9], mtime=0) + gzip.compress(TEXT[9:], mtime=0), 200, ""),

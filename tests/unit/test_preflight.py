@@ -70,6 +70,14 @@ def test_the_real_stub_finds_its_libraries(tmp_path):
     assert not preflight.missing_libraries(server.stub, preflight.environment(server))
 
 
+def test_the_backend_is_copied_to_the_cache_that_the_user_has_chosen(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    server = preflight.find_server(None)
+    assert server.backends.is_relative_to(tmp_path / "cache" / "flashinfer-backend" / "backends")
+    assert (server.backends / "python").is_dir() and not (tmp_path / "home").exists()
+
+
 def test_a_user_without_a_place_for_the_backend_is_told_the_option(tmp_path, monkeypatch):
     def refused(option=None):
         with pytest.raises(
