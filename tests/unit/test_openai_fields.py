@@ -5,8 +5,8 @@ pages of other origins, the description of the API. No engine."""
 import asyncio
 import gzip
 import json
-import struct
 import re
+import struct
 import threading
 import zlib
 from pathlib import Path
