@@ -6,6 +6,7 @@ tests/unit/test_requests.py and test_preprocessing.py, and what the OpenAI API r
 tests/unit/test_openai_refusals.py.
 """
 
+import json
 import queue
 import re
 from typing import Any
@@ -36,6 +37,20 @@ def test_what_is_not_served_is_refused_by_name(
 ) -> None:
     message = refusal(contract, "ensemble", {**ASKED, name: value})
     assert words in message and "not supported" in message
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"id": "x" * 4097}, "the request's id has 4097 characters; it should have at most 4096"),
+        ({"unknown": "x" * 16385}, "of JSON; it should have at most 16384"),
+    ],
+    ids=["id", "parameters"],
+)
+def test_what_each_chunk_would_carry_is_bounded(contract: Server, more: dict[str, str], words: str) -> None:
+    body = {"text_input": PROMPT, "max_tokens": 2, "num_return_sequences": 2, **more}
+    status, _, text = contract.raw(json.dumps(body).encode())
+    assert status >= 400 and words in text
 
 
 def test_ids_outside_the_vocabulary_are_refused_and_nothing_else_happens(contract: Server) -> None:

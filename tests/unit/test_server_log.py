@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from flashinfer_backend.launch import server_log
+
 STAMP = "E1122 02:02:16.820177 3985 "
 ENGINE = "[engine] ERROR cannot start: no weights"
 REASON = rf"EngineStartError: the engine process ended before it was ready\n{ENGINE}\n\nAt:\n  x.py(1): f\n"
@@ -136,3 +138,21 @@ def test_lines_for_an_output_that_was_closed_are_lost(tmp_path, target, closed):
     path = tmp_path / "other"
     words = ["bash", "-c", f'exec "$@" {closed}', "bash", sys.executable, "-c", code, str(path)]
     assert subprocess.run(words).returncode == 0 and path.read_text() == ""
+
+
+@pytest.mark.parametrize(("signal", "told"), [(6, True), (11, True), (15, False)])
+def test_a_server_that_crashed_and_does_not_end_is_told(monkeypatch, signal, told):
+    """Its handler of signals can wait forever; 15 is the signal of an orderly end."""
+    monkeypatch.setattr(server_log, "CRASH_S", 0.2)
+    log = server_log.ServerLog()
+    said = f"import time; print('Signal ({signal}) received.', flush=True); time.sleep(60)"
+    child = log.popen([sys.executable, "-c", said])
+    try:
+        log.ready()
+        deadline = time.monotonic() + (10 if told else 1)
+        while not log.crashed() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert log.crashed() == (f"tritonserver crashed (signal {signal}) and does not end" if told else "")
+    finally:
+        child.kill()
+        child.wait()

@@ -170,5 +170,5 @@ FIELDS = {
     "SEQUENCE_LENGTH": Bound(1 << 16, all_values=1 << 16, of="sequences"),
     "CHUNK": Bound(MOST_IDS, all_values=MOST_IDS, of="ids"),
     # What a Triton request has besides its tensors, as JSON
-    "parameters": Bound(1 << 16, MIB),
+    "parameters": Bound(1 << 12, 16 * KIB),
 }  # fmt: skip

@@ -26,6 +26,9 @@ _NO_CONFIG = re.compile(r"^\[libprotobuf ERROR .*\] Error parsing text-format in
 _NOT_BEGUN = re.compile(_STAMP + r"pb_stub\.cc:\d+\]\s+Failed to preinitialize Python stub: (.*)$")
 _ENGINE_CANNOT = re.compile(r"^\[engine( \d+)?\] ERROR cannot start: ")
 _NOT_LINKED = re.compile(r"triton_python_backend_stub: (error while loading shared libraries: .*)")
+# What its own handler says of a signal by which it ends; that handler can then wait forever.
+_CRASHED = re.compile(r"^Signal \((4|6|7|8|11)\) received")
+CRASH_S = 1.0  # how long the server may take to end then
 # Without a free descriptor the server says so 200 000 times a second.
 _NO_DESCRIPTOR = "Too many open files"
 AGAIN_S = 10.0  # between two such lines that are shown
@@ -44,6 +47,8 @@ class ServerLog:
         self._left_out = 0  # such lines since then
         self._threads: list[threading.Thread] = []
         self._ended_stubs: dict[int, float] = {}  # when each was first seen
+        self._crash = ""  # the signal that the server said it had, and when
+        self._crashed_at = 0.0
 
     def popen(self, args: list[str], **options: Any) -> subprocess.Popen[bytes]:
         """Starts the server, with its two outputs passing through here. It keeps ignoring SIGPIPE, so that
@@ -74,6 +79,12 @@ class ServerLog:
             self._fatal = f"a process of the Python backend ended while it was starting{said}"
         return self._fatal
 
+    def crashed(self) -> str:
+        """What became of a server that said it crashed, and should have ended by now; empty without that."""
+        if not self._crash or time.monotonic() < self._crashed_at + CRASH_S:
+            return ""
+        return f"tritonserver crashed (signal {self._crash}) and does not end"
+
     @property
     def hopeless(self) -> bool:
         """Whether the server said why it cannot start, and would say so again."""
@@ -94,6 +105,8 @@ class ServerLog:
                 if (shown := self._seldom(text)) is not None:
                     write(target, shown.encode() + b"\n")
                 continue
+            if found := _CRASHED.match(text):
+                self._crashed_at, self._crash = time.monotonic(), found[1]
             if not self._ready:
                 self._learn(text)
             write(target, line)

@@ -93,6 +93,8 @@ class ServerRun:
         """What of the server has died; empty while all is well."""
         if self._child.poll() is not None:
             return f"tritonserver ended ({_how(self._child.returncode)})"
+        if reason := self._log.crashed():
+            return reason
         if not self.ready_at:
             return self._problem_at_start()
         for fd, _ in self._poll(0.0):

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from flashinfer_backend.config_tools.knobs import LLM, TRT_LLM
+from flashinfer_backend.core.bounds import NAME, check
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.headers import is_json
 from flashinfer_backend.core.paths import owner_pid, processes_dir, resolve_model_dir, run_dir, server_pid
@@ -142,8 +143,10 @@ class TritonPythonModel:
             self._responder.refuse(sender, f"internal error: {error}", self._pb.TritonError.INTERNAL)
 
     def _accept(self, request: Any, tensors: Tensors, sender: Any) -> None:
+        request_id = request.request_id()
+        check("the request's id", len(request_id), NAME.size, "characters")  # each chunk has it
         if is_stop(tensors):
-            self._stop(request, sender)
+            self._stop(request_id, sender)
             return
         parameters = request.parameters()
         asked = read_request_parameters(parameters, request.timeout())
@@ -158,7 +161,7 @@ class TritonPythonModel:
             self._responder.refuse(sender, refusal, self._pb.TritonError.UNAVAILABLE)
             return
         logits = any(row.params.asks_for_logits for row in rows)
-        opened, schedule = self._responder.open(sender, request.request_id(), wanted, logits)
+        opened, schedule = self._responder.open(sender, request_id, wanted, logits)
         for index, row in enumerate(rows):
             for number in range(row.num_return_sequences):
                 place = Place(
@@ -197,8 +200,7 @@ class TritonPythonModel:
             if not sequence.request.submit(sequence, submit):
                 return
 
-    def _stop(self, request: Any, sender: Any) -> None:
-        request_id = request.request_id()
+    def _stop(self, request_id: str, sender: Any) -> None:
         if not request_id:
             raise ValueError(
                 "Trying to stop a request but request ID is not provided; send the id of the request to stop"

@@ -40,10 +40,10 @@ def read_request_parameters(parameters: str, timeout_us: int) -> RequestParamete
     ValueError for a bad value, naming it, and for a request type that is not served."""
     if timeout_us > MOST_TIMEOUT_US:  # a negative number, as the server reads it
         raise ValueError(_bad_timeout(timeout_us - 2**64))
+    # The server gives them to postprocessing with each chunk.
+    check("the request's parameters", len(parameters), FIELDS["parameters"].size, "characters of JSON")
     if not any(name in parameters for name in NAMES):  # nearly always: nothing to decode
         return RequestParameters(timeout_us=timeout_us)
-    bound = FIELDS["parameters"]
-    check("the request's parameters", len(parameters), bound.size, "characters of JSON")
     given: dict[str, Any] = json.loads(parameters)
     kind = given.get("request_type", REQUEST_TYPES[0])
     if kind not in REQUEST_TYPES:  # disaggregated serving
