@@ -16,7 +16,7 @@ from flashinfer_backend.core.checkpoint_json import check_kinds, read_object_if_
 from flashinfer_backend.core.sampling_params import CHOICE_GUIDE, GREEDY_TEMPERATURE, SamplingParams
 from flashinfer_backend.core.values import MOST_SHOWN, shown
 from flashinfer_backend.openai.bounds import check_field
-from flashinfer_backend.openai.errors import ApiError, field_error
+from flashinfer_backend.openai.errors import ApiError, field_error, wrong_value
 from flashinfer_backend.openai.requests import (
     Factor,
     ResponseFormat,
@@ -238,7 +238,11 @@ def guide_of(
     if kind == "json_object":
         guides.append(schema_guide(ANY_OBJECT, format_field))
     elif kind == "json_schema":
-        schema = given.get("schema")
+        schema, strict = given.get("schema"), given.get("strict")
+        if not isinstance(given.get("name", ""), str):
+            raise wrong_value(f"{format_field}.json_schema.name", given["name"], "a text")
+        if not isinstance(strict, bool | None):
+            raise wrong_value(f"{format_field}.json_schema.strict", strict, "true, false or null")
         if not isinstance(schema, dict):
             raise field_error(
                 format_field, "of type json_schema should hold a name and, under schema, a JSON schema"

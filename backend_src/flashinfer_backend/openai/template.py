@@ -210,6 +210,10 @@ def _plain_message(message: Mapping[str, Any], place: str, content_place: str) -
         content = plain.pop("refusal", None) if content is None else content
         if isinstance(plain.get("reasoning"), str):
             plain.setdefault("reasoning_content", plain["reasoning"])
+        if plain.pop("prefix", False) is not False:  # as other servers are asked to go on with a message
+            set_both = "`continue_final_message` to true and `add_generation_prompt` to false"
+            told = f"is not supported; to go on with the last message, set {set_both}"
+            raise field_error(f"{place}.prefix", told)
     if content is None and role != "assistant":
         raise field_error(content_place, "is missing")
     plain["content"] = _text(content, content_place)

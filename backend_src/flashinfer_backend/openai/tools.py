@@ -10,6 +10,7 @@ from typing import Any
 
 from flashinfer_backend.core.values import shown
 from flashinfer_backend.openai.errors import ApiError, field_error
+from flashinfer_backend.openai.no_effect import NO_EFFECT
 from flashinfer_backend.openai.requests import AllowedChoice, FunctionChoice
 from flashinfer_backend.openai.sampling import NO_GUIDE, Guide, schema_guide
 from flashinfer_backend.openai.strict import forced_guide
@@ -104,6 +105,10 @@ def _function(tool: Mapping[str, Any], place: str) -> dict[str, Any]:
     if not isinstance(function, dict):
         told = f"{own}.function is {shown(function)}; it should be an object with a name"
         raise ApiError(told, param="tools")
+    if others := sorted(tool.keys() - {"type", "function", *NO_EFFECT}):
+        inner = others[0] in ("name", "description", "parameters", "strict")
+        where = f"; it stands in {place}" if inner else ""
+        raise ApiError(f"{own} has {shown(others[0])}, which is not a field of a tool{where}", param="tools")
     name, parameters = function.get("name"), function.get("parameters")
     allowed = {*string.ascii_letters, *string.digits, *"_-."}
     if not isinstance(name, str) or not name or len(name) > MOST_NAME or set(name) - allowed:
