@@ -18,6 +18,7 @@ from small_tokenizers import KINDS
 
 from flashinfer_backend.core.bounds import GRAMMAR, GrammarBounds
 from flashinfer_backend.core.paths import resolve_model_dir
+from flashinfer_backend.structured import masks
 from flashinfer_backend.structured.compiler import HEAD, GrammarCompiler, TokenTexts, Vocabulary
 from flashinfer_backend.structured.ebnf import lark_grammar
 from flashinfer_backend.structured.grammar import Grammar, GrammarError, is_of_the_guide
@@ -448,6 +449,47 @@ def test_a_row_that_fails_leaves_the_others_alone(compiler):
     rows.advance([Move(good, [token])])
     rows.wait()
     assert good.problem is None and good.tokens == 2
+
+
+def test_costly_masks_end_where_steps_wait_long_for_them(compiler, monkeypatch):
+    """But not before, and no others; where none is costly, they are not looked for again at once."""
+    looked = []
+
+    def cost_s(grammar):
+        looked.append(grammar)
+        return costs[id(grammar)]
+
+    monkeypatch.setattr(Grammar, "cost_s", cost_s)
+    rows = SequenceGrammars(2048)
+    cheap, dear, dearer = found = [compiler.compile("regex", "[a-z]*", 1) for _ in range(3)]
+    costs = dict(zip(map(id, found), (0.004, 0.03, 0.04), strict=True))
+
+    def steps(count, slow):
+        monkeypatch.setattr(masks, "SLOW_S", -0.1 if slow else 60.0)  # a step is slow by 0.1 s and more
+        for _ in range(count):
+            rows.advance([Move(grammar, [letter]) for grammar in found if grammar.problem is None])
+            rows.wait()
+
+    letter = next(i for i in tokens_of(cheap.masks[0]) if cheap.matcher.validate_tokens([i, i]) == 2)
+    steps(20, slow=False)
+    steps(5, slow=True)
+    steps(1, slow=False)
+    steps(5, slow=True)
+    assert not looked
+    steps(6, slow=True)
+    assert looked[:3] == found and cheap.problem is None
+    for grammar, words in ((dear, "takes 30 ms of a core"), (dearer, "takes 40 ms of a core")):
+        assert words in grammar.problem and is_of_the_guide(grammar.problem)
+    looked.clear()
+    steps(masks.PAUSE_STEPS, slow=True)
+    assert looked == [cheap] and cheap.problem is None and cheap.tokens > masks.PAUSE_STEPS
+
+
+def test_a_mask_has_a_cost_and_stays_as_it_is(compiler):
+    grammar = compiler.compile("regex", "[a-z]*", 1)
+    before = grammar.masks.copy()
+    assert grammar.cost_s() >= 0 and (grammar.masks == before).all()
+    assert grammar.fill() is None and (grammar.masks == before).all()
 
 
 def masks_along(grammar: Grammar, draft: list[int], end_id: int) -> list[list[int]]:

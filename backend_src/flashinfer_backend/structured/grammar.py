@@ -2,6 +2,7 @@
 """Guided decoding: which tokens a sequence's grammar allows next, by llguidance's matcher on the host."""
 
 import re
+import time
 from collections.abc import Sequence
 from itertools import pairwise, takewhile
 from typing import Any
@@ -53,6 +54,17 @@ class Grammar:
         masks = np.empty_like(self.masks[:1])
         self.matcher.unsafe_compute_mask_ptr(masks.ctypes.data, masks.nbytes)
         return self.take(masks)
+
+    def cost_s(self) -> float:
+        """Seconds of a core that its mask takes, which llguidance then has ready: to be asked before the mask
+        is computed. No other thread may use the grammar meanwhile."""
+        masks, began = np.empty_like(self.masks[:1]), time.thread_time()
+        self.matcher.unsafe_compute_mask_ptr(masks.ctypes.data, masks.nbytes)
+        return time.thread_time() - began
+
+    def give_up(self, reason: str) -> None:
+        """End it for the sake of others."""
+        self._failed(AT_A_LIMIT.format(self.tokens, f"{reason}; {ADVICE}"))
 
     def take(self, masks: np.ndarray) -> str | None:
         """The same of masks that the matcher has filled. Those behind a draft's first token that does not

@@ -3,10 +3,12 @@
 masks are computed, while the model runs.
 
 One thread gives all rows of a step to llguidance's own threads, without the interpreter lock. The limits of a
-matcher bound what a row costs, and it fails alone.
+matcher bound what a row costs, and it fails alone. All rows of a step wait for the last mask. Where steps
+go on to wait long, costly masks are looked for, and their sequences end.
 """
 
 import os
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
@@ -17,6 +19,11 @@ import numpy as np
 from flashinfer_backend.structured.grammar import Grammar
 
 MOST_THREADS = 16  # a mask takes 0.3 ms; the loop and the doors also need some
+SLOW_S = 0.05  # masks of a step that take longer are slow
+MOST_SLOW_S = 1.0  # beyond that, over slow steps in a row: from then on costly masks are looked for
+COSTLY_S = 0.005  # of a core, of one mask
+LOOK_S = 0.25  # a step looks no longer, or as long as its masks took
+PAUSE_STEPS = 512  # until the next look where none was costly: the machine is slow, or the rows are many
 
 
 class Move(NamedTuple):
@@ -42,6 +49,8 @@ class SequenceGrammars:
         self._followed: Future[list[int]] | None = None
         self._filled: Future[None] | None = None
         self._last: tuple[list[Grammar], list[int], np.ndarray] | None = None
+        self._slow_s = self._took_s = 0.0  # of slow steps in a row, beyond SLOW_S; of the last step's masks
+        self._pause = 0  # steps until costly masks are looked for again
 
     def put(self, handle: int, grammar: Grammar) -> None:
         """The grammar of a sequence that the next plan says is new."""
@@ -119,11 +128,32 @@ class SequenceGrammars:
                 drafted.append((grammar.matcher, end - count, follows))
             else:
                 plain.append((grammar.matcher, end - count))
-        where = masks.ctypes.data, masks[0].nbytes, len(masks)
+        costly = self._look([grammar for grammar, _ in going])
+        where, began = (masks.ctypes.data, masks[0].nbytes, len(masks)), time.monotonic()
         if plain:
             self._executor.unsafe_compute_mask_ptr(plain, *where)
         if drafted:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
+        self._took_s = time.monotonic() - began
+        self._slow_s = self._slow_s + self._took_s - SLOW_S if self._took_s > SLOW_S else 0.0
         for (grammar, _), count, end in zip(going, counts, ends, strict=True):
             grammar.take(masks[end - count : end])
+        for grammar, cost in costly:
+            takes = f"each token takes {cost * 1000:.0f} ms of a core"
+            grammar.give_up(f"{takes}, and other requests wait for it")
         self._last = [grammar for grammar, _ in going], counts, masks
+
+    def _look(self, grammars: Sequence[Grammar]) -> list[tuple[Grammar, float]]:
+        """Where steps have been slow for long, those of a step whose masks are costly, with their seconds, as
+        far as it finds them in time."""
+        self._pause = max(0, self._pause - 1)
+        if self._slow_s <= MOST_SLOW_S or self._pause:
+            return []
+        until, found = time.monotonic() + max(LOOK_S, self._took_s), []
+        for grammar in grammars:
+            if time.monotonic() > until:
+                break
+            if (cost := grammar.cost_s()) > COSTLY_S:
+                found.append((grammar, cost))
+        self._pause = 0 if found else PAUSE_STEPS
+        return found
