@@ -167,4 +167,4 @@ def test_documents_are_scored_and_ranked(reranking: OpenAiServer, reranker: Path
     assert reranking.error("/rerank", long)[2:] == ("documents[1]", "context_length_exceeded")
     titled = {"query": QUERY, "documents": ["a", {"text": "b", "title": "c"}]}
     status, message, place, _ = reranking.error("/rerank", titled)
-    assert (status, place) == (400, "documents[1]") and "the key 'title'" in message
+    assert (status, place) == (400, "documents[1]") and 'the key "title"' in message

@@ -20,7 +20,7 @@ from flashinfer_backend.serving.router import Router
 from flashinfer_backend.transport import protocol, rundir
 from flashinfer_backend.transport.endpoint import ENGINE_DOWN, LEADS, Endpoint, EngineDown, Sink
 from flashinfer_backend.transport.keeper_handle import KeeperHandle
-from flashinfer_backend.transport.peers import FAIL, LONGEST, STOP, PeerSocket
+from flashinfer_backend.transport.peers import FAIL, STOP, PeerSocket
 
 LOOK_AGAIN_S = 0.02
 
@@ -154,15 +154,10 @@ class Engines:
         self._of(handle).freed(handle)
 
     def tell_stop(self, request_id: str) -> None:
-        """Makes every stub of the model, including this one, call on_stop(request_id). Raises ValueError for
-        an id that does not fit a message."""
+        """Makes every stub of the model, including this one, call on_stop(request_id), an id of at most 4096
+        characters, which fit a message."""
         assert self._peers is not None, "only stubs stop each other's requests"
-        message = STOP + request_id.encode()
-        if len(message) > LONGEST:
-            raise ValueError(
-                f"the request id to stop has {len(message) - 1} bytes; it should have at most {LONGEST - 1}"
-            )
-        self._peers.tell_all(message)
+        self._peers.tell_all(STOP + request_id.encode())
 
     def close(self) -> None:
         """Ends the links; open sequences fail. The engines go with the last stub of the model."""
