@@ -477,7 +477,9 @@ def test_costly_masks_end_where_steps_wait_long_for_them(compiler, monkeypatch):
     steps(5, slow=True)
     assert not looked
     steps(6, slow=True)
-    assert looked[:3] == found and cheap.problem is None
+    assert looked == found and not any(grammar.problem for grammar in found)  # one mask can be an exception
+    steps(1, slow=True)
+    assert looked == 2 * found and cheap.problem is None
     for grammar, words in ((dear, "takes 30 ms of a core"), (dearer, "takes 40 ms of a core")):
         assert words in grammar.problem and is_of_the_guide(grammar.problem)
     looked.clear()

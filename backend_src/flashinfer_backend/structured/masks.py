@@ -23,7 +23,7 @@ SLOW_S = 0.05  # masks of a step that take longer are slow
 MOST_SLOW_S = 1.0  # beyond that, over slow steps in a row: from then on costly masks are looked for
 COSTLY_S = 0.005  # of a core, of one mask
 LOOK_S = 0.25  # a step looks no longer, or as long as its masks took
-PAUSE_STEPS = 512  # until the next look where none was costly: the machine is slow, or the rows are many
+PAUSE_STEPS = 512  # until the next look where none is costly twice: the machine is slow, or the rows are many
 
 
 class Move(NamedTuple):
@@ -51,6 +51,7 @@ class SequenceGrammars:
         self._last: tuple[list[Grammar], list[int], np.ndarray] | None = None
         self._slow_s = self._took_s = 0.0  # of slow steps in a row, beyond SLOW_S; of the last step's masks
         self._pause = 0  # steps until costly masks are looked for again
+        self._suspected: set[Grammar] = set()  # whose mask was costly in the step before
 
     def put(self, handle: int, grammar: Grammar) -> None:
         """The grammar of a sequence that the next plan says is new."""
@@ -128,8 +129,8 @@ class SequenceGrammars:
                 drafted.append((grammar.matcher, end - count, follows))
             else:
                 plain.append((grammar.matcher, end - count))
-        costly = self._look([grammar for grammar, _ in going])
         where, began = (masks.ctypes.data, masks[0].nbytes, len(masks)), time.monotonic()
+        costly = self._look([grammar for grammar, _ in going])
         if plain:
             self._executor.unsafe_compute_mask_ptr(plain, *where)
         if drafted:
@@ -144,9 +145,10 @@ class SequenceGrammars:
         self._last = [grammar for grammar, _ in going], counts, masks
 
     def _look(self, grammars: Sequence[Grammar]) -> list[tuple[Grammar, float]]:
-        """Where steps have been slow for long, those of a step whose masks are costly, with their seconds, as
-        far as it finds them in time."""
+        """Where steps have been slow for long, those whose masks are costly now and were a step before, with
+        their seconds, as far as it finds them in time. One mask alone can be costly in any grammar."""
         self._pause = max(0, self._pause - 1)
+        suspected, self._suspected = self._suspected, set()
         if self._slow_s <= MOST_SLOW_S or self._pause:
             return []
         until, found = time.monotonic() + max(LOOK_S, self._took_s), []
@@ -154,6 +156,9 @@ class SequenceGrammars:
             if time.monotonic() > until:
                 break
             if (cost := grammar.cost_s()) > COSTLY_S:
-                found.append((grammar, cost))
-        self._pause = 0 if found else PAUSE_STEPS
+                self._suspected.add(grammar)
+                if grammar in suspected:
+                    found.append((grammar, cost))
+        again = found or (self._suspected and not suspected)
+        self._pause = 0 if again else PAUSE_STEPS
         return found
