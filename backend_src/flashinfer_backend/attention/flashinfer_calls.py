@@ -30,6 +30,14 @@ _NON_CAUSAL, _CAUSAL, _NHD = 0, 1, 0
 # those that replace them. Its 32 tokens of heads of 256 make the tensor cores wait for shared memory.
 FA3_TILES: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {256: ((128, 32), (128, 64))}
 
+# Of FlashInfer's usual variant for FA3, which PagedCalls.run passes: names and types of tensors, of numbers.
+_FA3_ARGUMENTS = (
+    ["maybe_prefix_len_ptr", "maybe_token_pos_in_items_ptr", "maybe_max_item_len_ptr", "maybe_scale_v"],
+    ["uint32_t", "uint16_t", "uint16_t", "float"],
+    ["logits_soft_cap", "sm_scale", "scale_v_scalar", "token_pos_in_items_len"],
+    ["double", "double", "double", "int64_t"],
+)
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -77,14 +85,12 @@ struct {variant.struct} : AttentionVariantBase {{
 """
 
 
-def tiled(head_dim: int, soft_cap: bool) -> tuple[str, str]:
-    """The name and CUDA text of FA3's usual variant of attention with the tiles of FA3_TILES: kernels are
+def tiled(head_dim: int, soft_cap: bool) -> str:
+    """CUDA text of TiledAttention, FA3's usual variant of attention with the tiles of FA3_TILES: kernels are
     templates of tiles and a variant, so what FlashInfer names as tiles becomes others for this one."""
     named, own = FA3_TILES[head_dim]
     sizes = "false, {0}, {0}, {1[0]}, {1[1]}, 2, Q, KV, O, Id, TiledAttention"  # 2: stages
-    return (
-        "TiledAttention",
-        f"""
+    return f"""
 #include <flashinfer/attention/hopper/kernel_traits.cuh>
 #include <flashinfer/attention/hopper/variants.cuh>
 
@@ -97,8 +103,7 @@ template <class Q, class KV, class O, class Id>
 struct AttentionKernelTraits<{sizes.format(head_dim, named)}>
     : AttentionKernelTraits<{sizes.format(head_dim, own)}> {{}};
 }}  // namespace flashinfer
-""",
-    )
+"""
 
 
 def batch_spec(
@@ -124,26 +129,17 @@ def batch_spec(
         return modules.gen_customize_batch_prefill_module("fa2", uri, *types, head_dim, head_dim, *more)
     kv_dtype = dtype if backend == "fa3" else kv_dtype
     if backend == "fa3" and head_dim in FA3_TILES:
-        struct, text = tiled(head_dim, soft_cap)
+        text = tiled(head_dim, soft_cap)
         named = repr((dtype, window, text))
         uri = f"batch_prefill_tiled_{hashlib.sha256(named.encode()).hexdigest()[:16]}_sm90"
         return modules.gen_customize_batch_prefill_module(
             "fa3", uri, dtype, kv_dtype, dtype, torch.int32, head_dim, head_dim, *_FA3_ARGUMENTS,
-            struct, text, use_sliding_window=window, use_logits_soft_cap=soft_cap,
+            "TiledAttention", text, use_sliding_window=window, use_logits_soft_cap=soft_cap,
         )  # fmt: skip
     options = (0, window, soft_cap, False)  # no rope or float16 reduction
     return modules.gen_batch_prefill_module(
         backend, dtype, kv_dtype, dtype, torch.int32, head_dim, head_dim, *options
     )
-
-
-# Of FlashInfer's usual variant for FA3, which PagedCalls.run passes: names and types of tensors, of numbers.
-_FA3_ARGUMENTS = (
-    ["maybe_prefix_len_ptr", "maybe_token_pos_in_items_ptr", "maybe_max_item_len_ptr", "maybe_scale_v"],
-    ["uint32_t", "uint16_t", "uint16_t", "float"],
-    ["logits_soft_cap", "sm_scale", "scale_v_scalar", "token_pos_in_items_len"],
-    ["double", "double", "double", "int64_t"],
-)
 
 
 class PagedCalls:
@@ -235,8 +231,10 @@ class PagedCalls:
         if scores.variant is not None:
             unused, more = [scores.by_head], [sm_scale]
         module = self._module(backend, scores.variant)
-        blocks = [] if backend == "copied" else [metadata.indices, metadata.last_page_len(rows)]
-        (module.paged_run if blocks else module.ragged_run)(
+        run, blocks = module.paged_run, [metadata.indices, metadata.last_page_len(rows)]
+        if backend == "copied":
+            run, blocks = module.ragged_run, []
+        run(
             self._float_workspace, self._int_workspace[int(causal)], info, q, *cache,
             metadata.qo_indptr(rows), metadata.kv_indptr(rows), *blocks,
             out, lse,  # of the scores, to the base of 2
