@@ -31,7 +31,7 @@ FAR = 8192  # tokens of a long prefix
 # many short prompts, for few tokens over a long prefix, for copies of more prompts than a graph has, and for
 # both kinds of rows next to each other.
 MIXED = (
-    (0, 20, 0, 3), (0, 20, 0, 60), (0, 20, 0, 400), (0, 4, 0, 300), (0, 1, FAR, 8), (0, 1, FAR, 64),
+    (0, 20, 0, 3), (0, 20, 0, 60), (0, 17, 0, 260), (0, 4, 0, 300), (0, 1, FAR, 8), (0, 1, FAR, 64),
     (0, 4, FAR, 64), (0, 1, FAR, 512), (1, 1, 0, 40), (12, 1, 0, 200), (40, 2, 0, 400), (24, 1, 0, 1500),
     (100, 3, 0, 600), (200, 3, FAR, 300), (200, 20, 0, 40),
 )  # fmt: skip
