@@ -30,8 +30,8 @@ LLAMA_8B = KVCacheFormat(32, 8, 128, BLOCK_SIZE, torch.float8_e4m3fn, ((1.0, 1.0
 def check(
     kv_heads: int, dim: int, types: tuple[torch.dtype, torch.dtype], lengths: list[int], block_size: int = 16
 ) -> None:
-    """Rows of so many tokens, in blocks in any order, some twice; zeros behind each; all other copies as they
-    were. Elements are every number of e4m3; cells that no row has are NaN."""
+    """Each row's tokens are copied, from blocks in any order, and zeros stand behind them; the rest of the
+    copies stays as it was. Elements are every number of e4m3; cells that no row has are NaN."""
     from flashinfer_backend.attention import triton_copy
 
     torch.manual_seed(0)

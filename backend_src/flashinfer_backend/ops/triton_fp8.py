@@ -21,8 +21,8 @@ from flashinfer_backend.ops.triton_prefetch import wait_and_launch
 
 NATIVE = True  # with what a GPU alone has, and Triton's interpreter does not know
 
-# Many rows with a norm are computed in pieces of so many groups where the next power of two of all of them is
-# this much more, whose threads would have nothing to do.
+# From so many rows on, a row with a norm is taken in pieces of so many groups, if its groups fill a power of
+# two badly, which is this many times as many: threads of the rest would have nothing to do.
 PIECES_FROM, PIECE, PIECES_SAVE = 512, 8, 1.25
 _LARGEST, _SMALLEST_PEAK = tl.constexpr(LARGEST), tl.constexpr(SMALLEST_PEAK)
 

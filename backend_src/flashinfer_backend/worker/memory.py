@@ -154,8 +154,8 @@ def num_blocks_of(
     copies: int = 0,
 ) -> int:
     """Blocks of the first cache group. enough: how many blocks each group can use. free: bytes that are left
-    for the groups and for copies, which take so many; None on a CPU. neighbours: the other engines on the
-    GPU. Raises ValueError for none."""
+    for the groups and for copies; None on a CPU. neighbours: the other engines on the GPU. copies: bytes of
+    copies of what prompts read. Raises ValueError for none."""
     if free is None:
         free = CPU_KV_BYTES
         blocks = min(enough[0], share_memory(groups, enough, free))
