@@ -141,7 +141,7 @@ def client(port: int, streams: int, tokens: int, received: Any) -> None:
     uvloop.run(run())
 
 
-def door(run_dir: Path, port: int, workers: int) -> None:
+def serve_api(run_dir: Path, port: int, workers: int) -> None:
     """The API's supervisor."""
     options = WorkerOptions(
         models=[Model(["bundled"], EngineConfig(model_dir="bundled"), str(run_dir))],
@@ -150,7 +150,7 @@ def door(run_dir: Path, port: int, workers: int) -> None:
         receive_s=60,
         drain_s=1,
         metrics_dir=str(run_dir.parent / f"{os.getpid()}-metrics"),
-        doors=str(run_dir),
+        apis=str(run_dir),
     )
     supervisor = Supervisor(options, resolve("127.0.0.1"), port, workers, stalled_s=0)
     signal.signal(signal.SIGTERM, supervisor.stop)
@@ -207,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rate, sent = spawn.Value(c_double, options.steps_per_second[0]), spawn.Value(c_longlong, 0)
     received = [spawn.Value(c_longlong, 0) for _ in range(options.clients)]
     feeder = spawn.Process(target=engine, args=(run_dir, os.getpid(), rate, sent), daemon=True)
-    api = spawn.Process(target=door, args=(run_dir, port, options.workers))
+    api = spawn.Process(target=serve_api, args=(run_dir, port, options.workers))
     share, rest = divmod(options.streams, options.clients)
     readers = [
         spawn.Process(target=client, args=(port, share + (n < rest), options.tokens, each), daemon=True)

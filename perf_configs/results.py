@@ -23,7 +23,7 @@ from client.measured import runs_of
 from client.scenarios import Requirement, Scenario
 
 OURS, PEER = "ours", "vllm"  # PEER: whom a report without any other compares with
-OWN = (OURS, "ours-openai")  # this backend's doors; each is compared with every peer
+OWN = (OURS, "ours-openai")  # this backend's APIs; each is compared with every peer
 PACKAGES = ("torch", "flashinfer-python", "numpy", "aiohttp", "uvloop")
 ALL_RUNS = "## All runs"
 Run = dict[str, Any]
@@ -275,18 +275,18 @@ def markdown(document: Document, scenarios: dict[str, Scenario]) -> str:
     found, named = points(document), Labels(document)
     servers_seen = {run["server"] for run in document["runs"]}
     peers = sorted(servers_seen - set(OWN)) or [PEER]
-    doors = {named.of(run): run for run in document["runs"] if run["server"] in OWN}
+    apis = {named.of(run): run for run in document["runs"] if run["server"] in OWN}
     lines = [
         "# Benchmark results",
         "",
         "Ratio is ours / the peer's; lower is better for times. Several runs:",
     ]
     lines[-1] += " their median (lowest to highest)."
-    for door, peer in ((door, peer) for door in sorted(doors) or [OURS] for peer in peers):
-        table = _comparison(found, scenarios, door, doors.get(door, {"server": OURS}), peer)
+    for api, peer in ((api, peer) for api in sorted(apis) or [OURS] for peer in peers):
+        table = _comparison(found, scenarios, api, apis.get(api, {"server": OURS}), peer)
         if table:
-            title = f"## Against {peer}" if door == OURS else f"## {door} against {peer}"
-            head = f"| row | scenario | metric | {door} | {peer} | ratio | required | result |"
+            title = f"## Against {peer}" if api == OURS else f"## {api} against {peer}"
+            head = f"| row | scenario | metric | {api} | {peer} | ratio | required | result |"
             lines += ["", title, "", head, "|---|---|---|---:|---:|---:|---:|---|", *table]
     runs = runs_of(document)
     lines += ["", ALL_RUNS, *report.sections(runs), "", "## What the machine and the load generator could do"]
@@ -308,17 +308,17 @@ def markdown(document: Document, scenarios: dict[str, Scenario]) -> str:
 def _comparison(
     found: dict[tuple[str, float], dict[str, list[Repeats]]],
     scenarios: dict[str, Scenario],
-    door: str,
+    api: str,
     of: Run,
     peer: str,
 ) -> list[str]:
-    """A line for each requirement on a row that this door ran (its label, and one of its runs), or that the
-    peer ran and no other configuration of this door."""
+    """A line for each requirement on a row that this API ran (its label, and one of its runs), or that the
+    peer ran and no other configuration of this API."""
     lines = []
     for scenario in scenarios.values():
         servers = found.get((scenario.row, scenario.points[0].request_rate), {})
         mine = [each for each in servers.get(of["server"], ()) if base_label(each.runs[0]) == base_label(of)]
-        ours = next((each for each in mine if each.label == door), None)
+        ours = next((each for each in mine if each.label == api), None)
         theirs = servers.get(peer, ())
         if ours is None and (mine or not theirs):
             continue

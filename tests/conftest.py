@@ -31,7 +31,7 @@ SHARED_SERVERS = {
     "contract": "contract",
     "unary": "contract",  # some tests compare the two
     "server": "server",
-    "door": "door",
+    "api": "api",
     "scripted": "scripted",
     "metered": "metered",
 }

@@ -73,7 +73,7 @@ TESTS = {
     "transport": "unit/test_keeper.py unit/test_endpoint.py engine/test_link.py",
     "transport/addresses": "unit/test_serve.py unit/test_router.py",
     "transport/delivery_marks": "unit/test_client_watch.py",
-    "transport/door_states": "unit/test_watchdog.py",
+    "transport/api_states": "unit/test_watchdog.py",
     "transport/endpoint": "unit/test_endpoint.py engine/test_link.py",
     "transport/engine_socket": ("unit/test_endpoint.py engine/test_engine_socket.py engine/test_link.py"),
     "transport/gpus": "unit/test_router.py",

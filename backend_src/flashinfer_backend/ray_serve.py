@@ -4,7 +4,7 @@
     serve run flashinfer_backend.ray_serve:app model=/models/NAME max_servers=4
 
 A server is a replica of the deployment Server: `python -m flashinfer_backend.openai` on its node, which needs
-this package and the checkpoint. The deployment Door takes requests on Ray's HTTP port and passes them on. It
+this package and the checkpoint. The deployment Proxy takes requests on Ray's HTTP port and passes them on. It
 names the beginning of each prompt as the session, so Ray's ConsistentHashRouter sends prompts that begin
 alike to one server, whose prefix cache has them.
 """
@@ -62,8 +62,8 @@ class Options(BaseModel, extra="forbid"):
     upscale_delay_s: float = Field(10, ge=0)
     downscale_delay_s: float = Field(600, ge=0)
     max_ongoing_requests: int = Field(1024, ge=1)  # of a server: its own queue holds what does not run
-    doors: int = Field(1, ge=1)  # at most one a node
-    door_resources: dict[str, float] = {}
+    proxies: int = Field(1, ge=1)  # at most one a node
+    proxy_resources: dict[str, float] = {}
     router: str = (
         ROUTER  # a class of a request router, such as ray.serve.llm.request_router.PrefixCacheAffinityRouter
     )
@@ -160,7 +160,7 @@ def beginning(body: bytes) -> str:
     return json.dumps([asked.get("system"), asked.get("instructions"), prompt])[:PREFIX_CHARACTERS]
 
 
-class Door:
+class Proxy:
     """Passes requests on to the servers, and their answers back as they come."""
 
     def __init__(self, servers: Any) -> None:
@@ -207,9 +207,9 @@ def app(args: Options) -> serve.Application:
         request_router_config=RequestRouterConfig(request_router_class=args.router),
     ).bind(args.model, args.arguments)
     return serve.deployment(
-        Door,
-        num_replicas=args.doors,
+        Proxy,
+        num_replicas=args.proxies,
         max_replicas_per_node=1,
         max_ongoing_requests=args.max_ongoing_requests * args.max_servers,
-        ray_actor_options={"num_cpus": 0, "resources": args.door_resources},
+        ray_actor_options={"num_cpus": 0, "resources": args.proxy_resources},
     ).bind(servers)

@@ -15,7 +15,7 @@ from flashinfer_backend.text.chunk import unpack_chunk
 from flashinfer_backend.transport import protocol
 from flashinfer_backend.triton_server.outputs import chunk_outputs
 from flashinfer_backend.triton_server.requests import Row
-from flashinfer_backend.triton_server.sequence import Place, Sequence
+from flashinfer_backend.triton_server.sequence import ResponseIndices, Sequence
 
 STREAMS, TOKENS = 32, 64
 CHUNKS = 256
@@ -39,7 +39,7 @@ def test_chunks_of_a_stub(benchmark):
     """From the engine's token to the tensors of a response; 256 chunks a round, as for one step."""
     params = SamplingParams(max_tokens=9)
     row = Row(np.array([7, 8], np.int32), params, streaming=True)
-    sequences = [Sequence(None, row, Place(), lambda sequence: None) for _ in range(CHUNKS)]
+    sequences = [Sequence(None, row, ResponseIndices(), lambda sequence: None) for _ in range(CHUNKS)]
 
     for sequence in sequences:
         sequence.handle = 9 << 32

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine hears of stubs that end, and what a door makes of odd tokens of an engine."""
+"""What the engine hears of stubs that end, and what an API makes of odd tokens of an engine."""
 
 import asyncio
 import os

@@ -18,7 +18,7 @@ from flashinfer_backend.structured.grammar import Grammar
 GUIDE = {"grammar_type": "regex", "grammar": "[ab]{3}"}
 
 
-class Door:
+class Barrier:
     """Requests with a seed wait until it is opened; the seed 13 is refused."""
 
     poll_ms = 5
@@ -53,24 +53,24 @@ class Door:
         self.waiting = {handle: r for handle, r in self.waiting.items() if handle >> 32 != pid}
 
 
-def engine(**settings: object) -> tuple[Engine, Door]:
-    """An engine with a door between its grammars and the room for logits."""
-    made, door = Engine(max_num_seqs=1, max_logits_mib=1, **settings), Door()
+def engine(**settings: object) -> tuple[Engine, Barrier]:
+    """An engine with a barrier between its grammars and the room for logits."""
+    made, barrier = Engine(max_num_seqs=1, max_logits_mib=1, **settings), Barrier()
     loop = made.loop
     grammars, _, logits = loop.preparations._line
-    loop.preparations = Preparations([grammars, door, logits], loop.scheduler, loop._refuse)
-    return made, door
+    loop.preparations = Preparations([grammars, barrier, logits], loop.scheduler, loop._refuse)
+    return made, barrier
 
 
-def until(made: Engine, door: Door, waiting: int) -> None:
-    """So many wait at the door."""
-    while len(door) < waiting:
+def until(made: Engine, barrier: Barrier, waiting: int) -> None:
+    """So many wait at the barrier."""
+    while len(barrier) < waiting:
         time.sleep(0.001)
         made.loop.preparations.advance()
 
 
 def test_a_request_goes_through_all_that_it_needs_and_keeps_its_place() -> None:
-    made, door = engine()
+    made, barrier = engine()
     made.submit(1, 20)
     made.step()
     made.submit(2, 3, seed=1, **GUIDE)
@@ -78,11 +78,11 @@ def test_a_request_goes_through_all_that_it_needs_and_keeps_its_place() -> None:
     made.submit(4, 3)
     made.submit(5, 3, seed=13)
     made.step()
-    until(made, door, 3)
+    until(made, barrier, 3)
     status = made.loop.status()
     assert (status.requests_waiting, status.requests_active, status.logits_waiting) == (4, 5, 0)
     assert made.waiting == [4] and not made.loop.logits.held
-    door.open = True
+    barrier.open = True
     made.step()
     assert made.loop.logits.held == 3 * 4 * 2048
     assert made.waiting == [2, 4, 3], "others pass one that asks for logits, and none else"
@@ -95,7 +95,7 @@ def test_a_request_goes_through_all_that_it_needs_and_keeps_its_place() -> None:
 def test_what_waits_there_is_counted_cancelled_refused_late_and_dropped_with_its_stub(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    made, door = engine(max_queue_size=3, stats_check_period_ms=60_000)
+    made, barrier = engine(max_queue_size=3, stats_check_period_ms=60_000)
     for local_id, timeout_us in ((1, 0), (2, 1), (3, 0), (4, 0)):
         made.submit(local_id, 3, seed=1, timeout_us=timeout_us)
     made.step()
@@ -104,10 +104,10 @@ def test_what_waits_there_is_counted_cancelled_refused_late_and_dropped_with_its
     assert made.loop.preparations.poll_ms == 5
     made.cancel(1)
     made.step()
-    assert made.socket.codes == {1: protocol.FINISHED_CANCELLED} and len(door) == 1
+    assert made.socket.codes == {1: protocol.FINISHED_CANCELLED} and len(barrier) == 1
     made.socket.inbox.append(protocol.Goodbye(STUB, said=False))
     made.step()
-    assert len(door) == 0 and made.loop.status().requests_active == 0
+    assert len(barrier) == 0 and made.loop.status().requests_active == 0
     made.submit(5, 3, seed=1)
     made.step()
     made.socket.inbox.append(protocol.Goodbye(STUB))  # as at the end of a server whose streams are open

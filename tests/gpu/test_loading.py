@@ -13,7 +13,7 @@ from flashinfer_backend.models import upload
 from flashinfer_backend.models.hf import read_spec
 from flashinfer_backend.models.safetensors_file import Header
 from flashinfer_backend.models.transformer import Transformer
-from flashinfer_backend.models.upload import Place, Uploader
+from flashinfer_backend.models.upload import FileRange, Uploader
 from flashinfer_backend.models.weights import load_weights
 from flashinfer_backend.ops import torch_ops
 
@@ -41,7 +41,9 @@ def test_no_buffer_is_filled_again_before_it_has_arrived(tmp_path, monkeypatch):
     tensors = {f"t{i:02d}": torch.full((3 << 18,), float(i)) for i in range(60)}  # 3 MiB each
     save_file(tensors, tmp_path / "some")
     header = Header(tmp_path / "some")
-    places = [Place(tmp_path / "some", *header.find(name, [slice(None)]), torch.float32) for name in tensors]
+    places = [
+        FileRange(tmp_path / "some", *header.find(name, [slice(None)]), torch.float32) for name in tensors
+    ]
     matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     with closing(Uploader(torch.device("cuda"), places)) as uploader:
         arrived = []

@@ -30,7 +30,7 @@ import psutil
 
 sys.path[:0] = [str(Path(__file__).parents[n]) for n in (1, 2)] + [str(Path(__file__).parents[1] / "server")]
 
-from running import BothDoors, both_running, build_repository, request_bytes, wait_for  # noqa: E402
+from running import BothApis, both_running, build_repository, request_bytes, wait_for  # noqa: E402
 from watching import KEEPERS, MIB, PARTS, SILENT_S, attempt, cpu_seconds, ports, usage  # noqa: E402
 
 from client.arguments import integer, positive  # noqa: E402
@@ -42,7 +42,7 @@ BACK_S = 120.0  # when the server has not come back by then, the attack has won
 LOG_END = 5000  # characters of the server's log that are shown then
 PATHS = {"triton": "/v2/models/ensemble/generate", "openai": "/v1/completions"}
 STREAMED = {"triton": "/v2/models/ensemble/generate_stream", "openai": "/v1/completions"}
-# Where one door says something else than the other; both have bodies of text_input and max_tokens here.
+# Where one API says something else than the other; both have bodies of text_input and max_tokens here.
 WORDS = {b'"text_input"': b'"prompt"', b'"stop_words"': b'"stop"'}
 MOST_JSON_BYTES = int(BY_NAME["max_json_logits_mib"].default) * MIB  # of logits: the ensemble refuses more
 HOSTILE: list[bytes] = [
@@ -90,7 +90,7 @@ BEYOND_BOUNDS: list[tuple[str, bytes]] = [
 
 
 def large_requests(vocab_size: int) -> dict[str, dict[str, Any]]:
-    """By door: requests for answers of some MB, more than the kernel takes from a server whose client does
+    """By API: requests for answers of some MB, more than the kernel takes from a server whose client does
     not read. vocab_size: words of the model."""
     tokens = min(480, MOST_JSON_BYTES // (4 * vocab_size))
     words = "Once upon a time "  # five tokens or fewer
@@ -100,22 +100,22 @@ def large_requests(vocab_size: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def body_for(door: str, body: bytes) -> bytes:
-    """The same in a door's words."""
-    for word, other in WORDS.items() if door == "openai" else ():
+def body_for(api: str, body: bytes) -> bytes:
+    """The same in an API's words."""
+    for word, other in WORDS.items() if api == "openai" else ():
         body = body.replace(word, other)
     return body
 
 
-def text_of(door: str, answer: str) -> str:
+def text_of(api: str, answer: str) -> str:
     """What a stream of events says."""
     lines = [line[6:] for line in answer.splitlines() if line.startswith("data: {")]
-    if door == "triton":
+    if api == "triton":
         return "".join(json.loads(line)["text_output"] for line in lines)
     return "".join(choice["text"] for line in lines for choice in json.loads(line)["choices"])
 
 
-def open_loads(server: BothDoors) -> dict[str, list[int]]:
+def open_loads(server: BothApis) -> dict[str, list[int]]:
     """What living processes say that they have open in engines, by the file's name, where it is anything.
     With one engine nobody says."""
     found = {}
@@ -130,9 +130,9 @@ def open_loads(server: BothDoors) -> dict[str, list[int]]:
 class SlowClient:
     """Asks for a large answer twice, and reads a byte a second of it, or nothing."""
 
-    def __init__(self, door: str, port: int, large: dict[str, Any], bytes_a_second: int) -> None:
+    def __init__(self, api: str, port: int, large: dict[str, Any], bytes_a_second: int) -> None:
         """large: the request."""
-        self.door, self._rate = door, bytes_a_second
+        self.api, self._rate = api, bytes_a_second
         self._sock = socket.socket()
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         # A kernel that gives a connection up does not tell the other side until that asks.
@@ -140,7 +140,7 @@ class SlowClient:
         for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
             self._sock.setsockopt(socket.IPPROTO_TCP, option, 1)
         self._sock.connect(("127.0.0.1", port))
-        self._sock.sendall(2 * request_bytes(PATHS[door], large))
+        self._sock.sendall(2 * request_bytes(PATHS[api], large))
         self._next = self.began = time.monotonic()
 
     def read(self) -> None:
@@ -163,10 +163,10 @@ class SlowClient:
 
 
 class Attack:
-    """One server under load at both doors, and what it has suffered."""
+    """One server under load at both APIs, and what it has suffered."""
 
     def __init__(
-        self, server: BothDoors, seed: int, streams: int, exact: bool = True, pause_s: float = 0.0
+        self, server: BothApis, seed: int, streams: int, exact: bool = True, pause_s: float = 0.0
     ) -> None:
         """exact: every stream's text is compared with what the server said before the attack. In 16 bits on a
         GPU it can depend on what else is in the batch. pause_s: of a client between two streams."""
@@ -180,33 +180,33 @@ class Attack:
         self._large = large_requests(server.engine_status().vocab_size)
         self._ending = threading.Event()
         self._lock = threading.Lock()
-        doors = itertools.islice(itertools.cycle(self.ports), streams)
-        self._threads = [threading.Thread(target=self._stream, args=(d,), daemon=True) for d in doors]
+        apis = itertools.islice(itertools.cycle(self.ports), streams)
+        self._threads = [threading.Thread(target=self._stream, args=(d,), daemon=True) for d in apis]
         for thread in self._threads:
             thread.start()
 
-    def _count(self, door: str, outcome: str) -> None:
+    def _count(self, api: str, outcome: str) -> None:
         with self._lock:
-            self.outcomes[f"{door}: {outcome}"] += 1
+            self.outcomes[f"{api}: {outcome}"] += 1
 
-    def _stream(self, door: str) -> None:
+    def _stream(self, api: str) -> None:
         body = json.dumps({"text_input": PROMPT, "max_tokens": 24, "stream": True, "temperature": 0}).encode()
         while not self._ending.is_set():
             began = time.monotonic()
-            outcome, text = attempt(self.ports[door], STREAMED[door], body_for(door, body))
+            outcome, text = attempt(self.ports[api], STREAMED[api], body_for(api, body))
             if outcome == "whole" and self._exact:
-                outcome = "whole" if text_of(door, text) == self._expected else "wrong"
-            self._count(door, outcome)
+                outcome = "whole" if text_of(api, text) == self._expected else "wrong"
+            self._count(api, outcome)
             if outcome in ("silent", "wrong"):
                 took = time.monotonic() - began
                 ending = text if outcome == "wrong" else text[-300:]
-                print(f"{outcome} after {took:.1f} s: {STREAMED[door]} {ending!r}", file=sys.stderr)
+                print(f"{outcome} after {took:.1f} s: {STREAMED[api]} {ending!r}", file=sys.stderr)
             self._ending.wait(self._pause_s if outcome == "whole" else 0.2)  # as a client that tries again
 
     def answers(self) -> bool:
-        """Whether both doors answer as they should."""
+        """Whether both APIs answer as they should."""
         body = json.dumps({"text_input": PROMPT, "max_tokens": 2, "temperature": 0}).encode()
-        got = [attempt(port, PATHS[door], body_for(door, body))[0] for door, port in self.ports.items()]
+        got = [attempt(port, PATHS[api], body_for(api, body))[0] for api, port in self.ports.items()]
         return got == ["whole"] * len(got)
 
     def close(self) -> None:
@@ -242,28 +242,28 @@ class Attack:
         """Clients that leave while their streams run."""
         asked = {"max_tokens": 500, "stream": True}
         bodies = {"triton": {"text_input": PROMPT, **asked}, "openai": {"prompt": PROMPT, **asked}}
-        for _, (door, port) in zip(range(connections), itertools.cycle(self.ports.items()), strict=False):
+        for _, (api, port) in zip(range(connections), itertools.cycle(self.ports.items()), strict=False):
             with (
                 contextlib.suppress(OSError),
                 socket.create_connection(("127.0.0.1", port), timeout=5) as sock,
             ):
-                sock.sendall(request_bytes(STREAMED[door], bodies[door]))
+                sock.sendall(request_bytes(STREAMED[api], bodies[api]))
         return f"{connections} dropped connections"
 
     def flood(self, requests: int = 300) -> str:
         """Many times what the server can run at once."""
         body = json.dumps({"text_input": PROMPT, "max_tokens": 8}).encode()
 
-        def one(door: str) -> None:
+        def one(api: str) -> None:
             began = time.monotonic()
-            outcome, _ = attempt(self.ports[door], PATHS[door], body_for(door, body))
-            self._count(door, outcome)
+            outcome, _ = attempt(self.ports[api], PATHS[api], body_for(api, body))
+            self._count(api, outcome)
             if outcome == "worded":
                 with self._lock:
                     self.refusals_ms.append((time.monotonic() - began) * 1000)
 
-        doors = itertools.islice(itertools.cycle(self.ports), requests)
-        threads = [threading.Thread(target=one, args=(door,), daemon=True) for door in doors]
+        apis = itertools.islice(itertools.cycle(self.ports), requests)
+        threads = [threading.Thread(target=one, args=(api,), daemon=True) for api in apis]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -282,15 +282,15 @@ class Attack:
             "openai": {"prompt": ["a", "a " * 9000], "n": 3, "max_tokens": 5},
         }
         with contextlib.ExitStack() as staying:
-            doors = itertools.islice(itertools.cycle(self.ports.items()), connections)
-            for number, (door, port) in enumerate(doors):
+            apis = itertools.islice(itertools.cycle(self.ports.items()), connections)
+            for number, (api, port) in enumerate(apis):
                 with contextlib.suppress(OSError):
                     sock = socket.create_connection(("127.0.0.1", port), timeout=5)
-                    sock.sendall(request_bytes(STREAMED[door], bodies[door]))
+                    sock.sendall(request_bytes(STREAMED[api], bodies[api]))
                     staying.enter_context(sock)
                     if number % 3 == 0:
                         sock.close()
-                self._count(door, attempt(port, PATHS[door], json.dumps(refused[door]).encode())[0])
+                self._count(api, attempt(port, PATHS[api], json.dumps(refused[api]).encode())[0])
         return f"{connections} requests of several sequences"
 
     def clean(self) -> str:
@@ -302,9 +302,9 @@ class Attack:
     def hostile(self) -> str:
         """Requests that are wrong in every way."""
         for body in HOSTILE:
-            for door, path in [*PATHS.items(), ("triton", STREAMED["triton"])]:
-                outcome, _ = attempt(self.ports[door], path, body_for(door, body))
-                self._count(door, f"hostile {outcome}")
+            for api, path in [*PATHS.items(), ("triton", STREAMED["triton"])]:
+                outcome, _ = attempt(self.ports[api], path, body_for(api, body))
+                self._count(api, f"hostile {outcome}")
                 if outcome in ("silent", "cut"):
                     print(f"hostile {outcome}: {path} {body[:60]!r}", file=sys.stderr)
         for path, body in BEYOND_BOUNDS:
@@ -318,9 +318,9 @@ class Attack:
         """Clients that do not read their answers, or a byte a second; the server is looked at meanwhile. They
         stay until they are cut."""
         for number in range(clients):
-            for door, port in self.ports.items():
+            for api, port in self.ports.items():
                 with contextlib.suppress(OSError):
-                    self.slow.append(SlowClient(door, port, self._large[door], number % 2))
+                    self.slow.append(SlowClient(api, port, self._large[api], number % 2))
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             self.look_at_slow_clients()
@@ -357,7 +357,7 @@ class Attack:
         for client in list(self.slow):
             client.read()
             if client.cut:
-                self._count(client.door, "does not read, cut")
+                self._count(client.api, "does not read, cut")
                 self.slow.remove(client)
                 client.close()
 

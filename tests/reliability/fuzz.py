@@ -864,24 +864,24 @@ def main() -> int:
     parser.add_argument("--first", type=integer(0), default=0, help="number of the first request")
     parser.add_argument("--threads", type=integer(1), default=6)
     parser.add_argument("--minutes", type=positive, default=math.inf, help="at most, for each")
-    parser.add_argument("--door", choices=["triton", "openai", "both"], default="both")
+    parser.add_argument("--API", choices=["triton", "openai", "both"], default="both")
     parser.add_argument("--tool-format", choices=sorted(WRITERS), default="qwen3_coder")
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     wrong: list[str] = []
     with tempfile.TemporaryDirectory() as made, contextlib.ExitStack() as stack:
         folder, targets, bundled = Path(made), {}, resolve_model_dir("bundled")
-        if options.door != "openai":
+        if options.api != "openai":
             repository = build_repository(
                 folder, "max_seq_len=128", "check_invariants=true", "max_loras=2", *NGRAM, model=bundled
             )
             server = stack.enter_context(running(repository, folder, options=["--restarts", "0"]))
             targets["tritonserver"] = TritonFuzz(server)
-        if options.door != "triton":
+        if options.api != "triton":
             tool_format = ["--tool-format", options.tool_format]
             model = model_with_template(folder, bundled)
-            door = stack.enter_context(openai_running(model, folder, *EAGLE3, *tool_format))
-            targets["the OpenAI API"] = OpenAiFuzz(door, options.tool_format)
+            api = stack.enter_context(openai_running(model, folder, *EAGLE3, *tool_format))
+            targets["the OpenAI API"] = OpenAiFuzz(api, options.tool_format)
         for name, target in targets.items():
             began = time.monotonic()
             numbers = options.requests, options.seed, options.first, options.threads

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that every door can be asked, and the answers that are right.
+"""Requests that every API can be asked, and the answers that are right.
 
 The reference is the engine in plain torch with one sequence at a time, whole prompts and no prefix cache; its
 text is the tokenizer's own decoding, and stop words are looked up in that. So batches, chunks, blocks that

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixed traffic through every door of a real server, every answer compared: `make soak MINUTES=30`.
+"""Mixed traffic through every API of a real server, every answer compared: `make soak MINUTES=30`.
 
 Requests are drawn from a fixed number of cases whose right answers are known (reference.py), and go out
 over Triton's HTTP and gRPC and the OpenAI API, streamed and not. Now and then one is refused, or its client
@@ -32,7 +32,7 @@ sys.path[:0] = [str(Path(__file__).parents[n]) for n in (1, 2)] + [str(Path(__fi
 from asking import inputs  # noqa: E402
 from openai_server import events  # noqa: E402
 from reference import Answer, Case, cases  # noqa: E402
-from running import BothDoors, both_running, build_repository, request_bytes, wait_for  # noqa: E402
+from running import BothApis, both_running, build_repository, request_bytes, wait_for  # noqa: E402
 from watching import MIB, SILENT_S, Usage, attempt, ports, usage  # noqa: E402
 
 from client.arguments import integer, positive  # noqa: E402
@@ -41,7 +41,7 @@ from flashinfer_backend.core.paths import resolve_model_dir  # noqa: E402
 KNOBS = ["max_num_seqs=16", "max_num_tokens=256", "max_num_tokens_while_decoding=128"]
 KV_TOKENS = 8192  # blocks run out now and then, and what is cached has to go
 SETTLED = 0.3  # of a run; what grows before that is the server's own warming up
-# Both doors' words for parameters, and gRPC's types of them.
+# Both APIs' words for parameters, and gRPC's types of them.
 TRITON = {
     "max_tokens": np.int32,
     "temperature": np.float32,
@@ -58,7 +58,7 @@ TRITON = {
 
 
 def parameters(case: Case) -> dict[str, Any]:
-    """What both doors call by the same name. What a request leaves out, it does not ask for."""
+    """What both APIs call by the same name. What a request leaves out, it does not ask for."""
     said: dict[str, Any] = {"max_tokens": case.max_tokens, "temperature": case.temperature}
     if case.temperature:
         said |= {"seed": case.seed, "top_p": case.top_p, "top_k": case.top_k}
@@ -112,27 +112,27 @@ class NoAnswerError(Exception):
     """What a client got in the place of an answer."""
 
 
-DOORS = ("HTTP generate", "HTTP generate_stream", "gRPC stream", "OpenAI", "OpenAI stream")
+APIS = ("HTTP generate", "HTTP generate_stream", "gRPC stream", "OpenAI", "OpenAI stream")
 
 
 class Client:
-    """Asks every door, one request at a time."""
+    """Asks every API, one request at a time."""
 
-    def __init__(self, server: BothDoors) -> None:
+    def __init__(self, server: BothApis) -> None:
         self._ports = ports(server)
         self._grpc = grpcclient.InferenceServerClient(server.grpc)
         self._heard: queue.Queue[Any] = queue.Queue()
         self._grpc.start_stream(lambda result, error: self._heard.put((result, error)))
         openai = (functools.partial(self.openai, stream=stream) for stream in (False, True))
         asks = [self.generate, self.generate_stream, self.grpc_stream, *openai]
-        self.doors: dict[str, Callable[[Case], list[Answer]]] = dict(zip(DOORS, asks, strict=True))
+        self.apis: dict[str, Callable[[Case], list[Answer]]] = dict(zip(APIS, asks, strict=True))
 
     def close(self) -> None:
         self._grpc.stop_stream()
         self._grpc.close()
 
-    def _post(self, door: str, path: str, body: dict[str, Any]) -> str:
-        outcome, text = attempt(self._ports[door], path, json.dumps(body).encode())
+    def _post(self, api: str, path: str, body: dict[str, Any]) -> str:
+        outcome, text = attempt(self._ports[api], path, json.dumps(body).encode())
         if outcome != "whole":
             raise NoAnswerError(f"{outcome}: {text[:300]}")
         return text
@@ -213,9 +213,9 @@ class Soak:
     """Traffic to one server, until `close`."""
 
     def __init__(
-        self, server: BothDoors, known: list[Case], seed: int, clients: int, doors: Sequence[str] = DOORS
+        self, server: BothApis, known: list[Case], seed: int, clients: int, apis: Sequence[str] = APIS
     ) -> None:
-        self.server, self.known, self.doors = server, known, doors
+        self.server, self.known, self.apis = server, known, apis
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.samples: list[Sample] = []
@@ -248,10 +248,10 @@ class Soak:
     def _ask(self, rng: random.Random) -> None:
         client = Client(self.server)
         while not self._ending.is_set():
-            case, name = rng.choice(self.known), rng.choice(self.doors)
+            case, name = rng.choice(self.known), rng.choice(self.apis)
             if case.sequences > 1 and name == "HTTP generate":  # which has one answer
                 continue
-            draw = rng.random() if self.doors == DOORS else 1.0
+            draw = rng.random() if self.apis == APIS else 1.0
             try:
                 if draw < 0.01:
                     name = "refused"
@@ -260,7 +260,7 @@ class Soak:
                     name = "left"
                     client.leave()
                 else:
-                    self._compare(name, case, client.doors[name](case))
+                    self._compare(name, case, client.apis[name](case))
             except Exception as error:
                 self._note(f"{name}: {type(error).__name__}: {error}; {shown(case)}")
                 self._ending.wait(0.2)
@@ -290,7 +290,7 @@ def report(soak: Soak) -> str:
         f" {engine.cancellations} cancellations",
         "",
     ]
-    lines += ["| door | requests |", "|---|---:|"]
+    lines += ["| API | requests |", "|---|---:|"]
     lines += [f"| {name} | {count} |" for name, count in sorted(soak.counts.items())]
     settled = [s for s in soak.samples if s.at >= SETTLED * last.at] or soak.samples
     first = settled[0]
@@ -320,7 +320,7 @@ def main() -> int:
     parser.add_argument("--seed", type=integer(0), default=1)
     parser.add_argument("--cases", type=integer(1), default=500, help="different requests")
     parser.add_argument("--clients", type=integer(1), default=12)
-    parser.add_argument("--doors", nargs="+", choices=DOORS, default=DOORS, help="these alone")
+    parser.add_argument("--APIs", nargs="+", choices=APIS, default=APIS, help="these alone")
     parser.add_argument("--samples", type=Path, help="where to write all samples, as JSON lines")
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -332,7 +332,7 @@ def main() -> int:
         known = cases(options.cases, options.seed, folder / "reference", model)
         repository = build_repository(folder, *KNOBS, kv_tokens=KV_TOKENS, model=model)
         with both_running(repository, folder) as server:
-            soak = Soak(server, known, options.seed, options.clients, options.doors)
+            soak = Soak(server, known, options.seed, options.clients, options.apis)
             soak.sample()
             soak.start()
             end = time.monotonic() + options.minutes * 60
@@ -356,7 +356,7 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def problems_at_rest(server: BothDoors) -> list[str]:
+def problems_at_rest(server: BothApis) -> list[str]:
     """What the engine still has once nobody asks for anything."""
     try:
         wait_for(lambda: not server.engine_status().requests_active, "the engine to have nothing to do")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The short form of `make attack`: every kind of harm once, on one server under load at both doors."""
+"""The short form of `make attack`: every kind of harm once, on one server under load at both APIs."""
 
 import re
 import time
@@ -53,9 +53,9 @@ def test_every_harm_is_survived(tmp_path: Path) -> None:
         finally:
             attack.close()
         assert not attack.failures(), attack.outcomes
-        for door in attack.ports:
+        for api in attack.ports:
             for outcome in ("whole", "hostile worded", "does not read, cut"):
-                assert attack.outcomes[f"{door}: {outcome}"], (door, outcome, attack.outcomes)
+                assert attack.outcomes[f"{api}: {outcome}"], (api, outcome, attack.outcomes)
         assert len(server.matching(PARTS["engine"])) == 1
         assert server.interrupt() == 0
         wait_for(lambda: not server.leftovers(), "nothing to be left")

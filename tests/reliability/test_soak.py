@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from reference import cases
 from running import both_running, build_repository, wait_for
-from soak import DOORS, KNOBS, Soak, problems_at_rest, report
+from soak import APIS, KNOBS, Soak, problems_at_rest, report
 from watching import KEEPERS, PARTS
 
 from engine.harness import shallow_model
@@ -24,7 +24,7 @@ def test_every_answer_is_the_references(tmp_path: Path) -> None:
         soak.start()
         try:
             began = time.monotonic()
-            wait_for(lambda: soak.wrong or min(soak.counts[door] for door in DOORS) >= 6, "traffic", 240)
+            wait_for(lambda: soak.wrong or min(soak.counts[api] for api in APIS) >= 6, "traffic", 240)
             wait_for(lambda: soak.wrong or time.monotonic() > began + 2, "more traffic")
         finally:
             soak.close()

@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
-from running import BothDoors
+from running import BothApis
 
 SILENT_S = 30.0  # a client that hears nothing for so long has been forgotten
 # Kinds of processes, by a part of their command lines.
@@ -28,13 +28,13 @@ KEEPERS = {"serve": "flashinfer_backend.serve", "keeper": "flashinfer_backend.la
 MIB = 1 << 20
 
 
-def ports(server: BothDoors) -> dict[str, int]:
-    """Of the doors over HTTP."""
+def ports(server: BothApis) -> dict[str, int]:
+    """Of the APIs over HTTP."""
     return {"triton": int(urlsplit(server.url).port or 0), "openai": server.openai_port}
 
 
 def attempt(port: int, path: str, body: bytes, timeout_s: float = SILENT_S) -> tuple[str, str]:
-    """(outcome, text) of one request to either door: whole, worded, cut or silent."""
+    """(outcome, text) of one request to either API: whole, worded, cut or silent."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
     try:
         connection.request("POST", path, body, {"Content-Type": "application/json"})
@@ -65,7 +65,7 @@ class Usage:
         self.threads += other.threads
 
 
-def usage(server: BothDoors) -> dict[str, Usage]:
+def usage(server: BothApis) -> dict[str, Usage]:
     """By kind of process, and "shared memory"."""
     found: dict[str, Usage] = {}
     for process, line in server.commands().items():
@@ -77,7 +77,7 @@ def usage(server: BothDoors) -> dict[str, Usage]:
     return found
 
 
-def cpu_seconds(server: BothDoors) -> dict[psutil.Process, float]:
+def cpu_seconds(server: BothApis) -> dict[psutil.Process, float]:
     """CPU time that each of its processes has had, of the kernel's too."""
     found = {}
     for process in server.commands():

@@ -132,7 +132,7 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def door(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAiServer]:
+def api(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAiServer]:
     """The OpenAI API with an engine of its own that drafts, for tests that leave it as it was. LOGITS_MIB is
     little, so that few prompts fill it."""
     options = [*NGRAM, "--prompt-logits-mib", str(LOGITS_MIB)]
@@ -150,10 +150,10 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAiServer]
 
 
 @pytest.fixture
-def client(door: OpenAiServer) -> Iterator[openai.OpenAI]:
+def client(api: OpenAiServer) -> Iterator[openai.OpenAI]:
     """OpenAI's own, which checks every answer against its types."""
     import openai
 
-    options = {"base_url": f"{door.url}/v1", "api_key": "none", "max_retries": 0}
+    options = {"base_url": f"{api.url}/v1", "api_key": "none", "max_retries": 0}
     with openai.OpenAI(**options, _strict_response_validation=True) as made:
         yield made

@@ -276,7 +276,7 @@ class Server(Launched):
         shutil.rmtree(self.runs, ignore_errors=True)
 
 
-class BothDoors(Server):
+class BothApis(Server):
     """The same with the OpenAI API beside tritonserver."""
 
     def __init__(self, repository: Path, folder: Path, options: Sequence[str] = ()) -> None:
@@ -309,9 +309,9 @@ class BothDoors(Server):
 
 def both_running(
     repository: Path, folder: Path, options: Sequence[str] = ()
-) -> AbstractContextManager[BothDoors]:
-    """A server with both doors that is ready."""
-    return while_ready(BothDoors(repository, folder, options))
+) -> AbstractContextManager[BothApis]:
+    """A server with both APIs that is ready."""
+    return while_ready(BothApis(repository, folder, options))
 
 
 def running(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters through both doors of one server: by name, by TensorRT-LLM's task ids, loaded at run time."""
+"""Adapters through both APIs of one server: by name, by TensorRT-LLM's task ids, loaded at run time."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ import pytest
 import safetensors.numpy
 import torch
 from asking import int32, stream, strings
-from running import BothDoors, both_running, build_repository
+from running import BothApis, both_running, build_repository
 
 from engine.test_adapters import make_adapter, with_adapter
 from flashinfer_backend.core.config import EngineConfig
@@ -61,7 +61,7 @@ def texts(adapters: dict[str, Path]) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def server(adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothDoors]:
+def server(adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothApis]:
     folder = tmp_path_factory.mktemp("server")
     knobs = ["max_loras=1", "dtype=float32", f"lora_modules=named={adapters['named']}"]
     repository = build_repository(folder, *knobs, model=BUNDLED)
@@ -69,13 +69,13 @@ def server(adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
         yield server
 
 
-def ensemble(server: BothDoors, **more: Any) -> str:
+def ensemble(server: BothApis, **more: Any) -> str:
     body = {"text_input": PROMPT, "max_tokens": TOKENS, "end_id": -1, "exclude_input_in_output": True}
     status, answer = server.post(body | more)
     return str(answer["text_output"] if status == 200 else answer["error"])
 
 
-def infer(server: BothDoors, task: int, **tensors: np.ndarray) -> str:
+def infer(server: BothApis, task: int, **tensors: np.ndarray) -> str:
     """The same by tensors, with a task id."""
     values = {
         **{"text_input": strings(PROMPT), "max_tokens": int32(TOKENS), "end_id": int32(-1)},
@@ -86,7 +86,7 @@ def infer(server: BothDoors, task: int, **tensors: np.ndarray) -> str:
     return str(error or result.as_numpy("text_output").item().decode())
 
 
-def completion(server: BothDoors, model: str) -> tuple[int, str]:
+def completion(server: BothApis, model: str) -> tuple[int, str]:
     body = {"model": model, "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
     status, text = server.openai("/v1/completions", body)
     answer = json.loads(text)
@@ -109,7 +109,7 @@ def trt_tensors(folder: Path, padding: int = 0) -> tuple[np.ndarray, np.ndarray]
     return weights.astype(np.float16)[None], np.array(entries, np.int32)[None]
 
 
-def test_by_name_through_both_doors(server: BothDoors, texts: dict[str, str]) -> None:
+def test_by_name_through_both_apis(server: BothApis, texts: dict[str, str]) -> None:
     for name in ("named", "", "named"):
         named = {"lora_name": name} if name else {}
         assert ensemble(server, **named) == texts[name]
@@ -120,7 +120,7 @@ def test_by_name_through_both_doors(server: BothDoors, texts: dict[str, str]) ->
     assert completion(server, "other")[0] == 404
 
 
-def test_task_ids(server: BothDoors, adapters: dict[str, Path], texts: dict[str, str]) -> None:
+def test_task_ids(server: BothApis, adapters: dict[str, Path], texts: dict[str, str]) -> None:
     weights, config = trt_tensors(adapters["task"], padding=5)
     assert "lora_task_id is 7, whose weights this server does not have" in infer(server, 7)
     sent = {"lora_weights": weights, "lora_config": config}
@@ -140,7 +140,7 @@ def test_task_ids(server: BothDoors, adapters: dict[str, Path], texts: dict[str,
         assert said in infer(server, 8, **wrong)
 
 
-def test_loaded_and_unloaded(server: BothDoors, adapters: dict[str, Path], texts: dict[str, str]) -> None:
+def test_loaded_and_unloaded(server: BothApis, adapters: dict[str, Path], texts: dict[str, str]) -> None:
     assert completion(server, "mine")[0] == 404
     (adapters["named"].parent / "loop").symlink_to("loop")
     asked = {"lora_name": "mine", "lora_path": str(adapters["loaded"])}

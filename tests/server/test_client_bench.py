@@ -128,9 +128,9 @@ def test_a_run_that_is_interrupted_keeps_what_it_has(server: Server, tmp_path: P
     assert len(run["requests"]["index"]) == summary["completed"]
 
 
-def test_openai_completions_and_chat(door: OpenAiServer, tmp_path: Path) -> None:
-    plain, _ = measured(tmp_path, "openai", door.url)
-    chat, texts = measured(tmp_path, "openai-chat", door.url, "--dataset", "multi-turn", "--turns", "2")
+def test_openai_completions_and_chat(api: OpenAiServer, tmp_path: Path) -> None:
+    plain, _ = measured(tmp_path, "openai", api.url)
+    chat, texts = measured(tmp_path, "openai-chat", api.url, "--dataset", "multi-turn", "--turns", "2")
     assert plain["model"] == chat["model"] == "tiny-chat" and plain["summary"]["completed"] == 6
     assert chat["summary"]["completed"] == 12 and chat["requests"]["turn"] == [0, 1] * 6
     said = chat["requests"]["prompt_tokens"]
@@ -138,7 +138,7 @@ def test_openai_completions_and_chat(door: OpenAiServer, tmp_path: Path) -> None
     assert chat["requests"]["chunks"] and all(texts)
 
 
-def test_the_benchmark_starts_and_measures_the_openai_door(tmp_path: Path) -> None:
+def test_the_benchmark_starts_and_measures_the_openai_api(tmp_path: Path) -> None:
     model, bundled = tmp_path / "model", resolve_model_dir("bundled")
     model.mkdir()
     for name in ("config.json", "tokenizer.json"):
@@ -208,8 +208,8 @@ def test_chat_in_a_terminal(server: Server, watch: EngineWatch) -> None:
         assert shell.rest() == 0
 
 
-def test_chat_through_a_pipe(door: OpenAiServer) -> None:
-    words = [sys.executable, "-m", "client", "chat", "--backend", "openai-chat", "--url", door.url]
+def test_chat_through_a_pipe(api: OpenAiServer) -> None:
+    words = [sys.executable, "-m", "client", "chat", "--backend", "openai-chat", "--url", api.url]
     lines = "What is it?\nAnd then?\n/set temperature -1\nOnce more?\n/history\n"
     done = subprocess.run(
         [*words, "--max-tokens", "8", "--temperature", "0"],

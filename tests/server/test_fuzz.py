@@ -20,9 +20,9 @@ def test_random_requests_to_the_models(server: Server) -> None:
     assert "Traceback" not in server.log
 
 
-def test_random_requests_to_the_openai_api(door: OpenAiServer) -> None:
-    check(fuzz(OpenAiFuzz(door, "hermes"), 800, seed=7), tuple(OpenAiFuzz.ROUTES))
-    assert "Traceback" not in door.log
+def test_random_requests_to_the_openai_api(api: OpenAiServer) -> None:
+    check(fuzz(OpenAiFuzz(api, "hermes"), 800, seed=7), tuple(OpenAiFuzz.ROUTES))
+    assert "Traceback" not in api.log
 
 
 def test_what_an_error_must_not_show() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPT-OSS through both doors: a model that has learnt its answers, with reasoning and calls as Harmony writes
+"""GPT-OSS through both APIs: a model that has learnt its answers, with reasoning and calls as Harmony writes
 them."""
 
 import json
@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 from openai_server import said
-from running import BothDoors, both_running, build_repository
+from running import BothApis, both_running, build_repository
 
 from harmony_model import ARGUMENTS, CHATS, RAIN, SUM, THOUGHT, Chat, function, harmony_model
 
@@ -25,7 +25,7 @@ READ: dict[str, tuple[str, str, list[tuple[str, str]], str]] = {
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothDoors]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothApis]:
     """Texts of the ensemble hold special tokens, which a client of Harmony reads itself. It has no outputs of
     log probs, logits and perf metrics."""
     folder = tmp_path_factory.mktemp("harmony")
@@ -36,7 +36,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothDoors]:
 
 
 @pytest.fixture(scope="module")
-def client(server: BothDoors) -> Iterator[openai.OpenAI]:
+def client(server: BothApis) -> Iterator[openai.OpenAI]:
     url = f"http://127.0.0.1:{server.openai_port}/v1"
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0, _strict_response_validation=True) as made:
         yield made
@@ -59,7 +59,7 @@ def test_chats(client: openai.OpenAI, name: str, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("name", CHATS)
-def test_the_ensemble_gives_the_same_as_text(server: BothDoors, name: str) -> None:
+def test_the_ensemble_gives_the_same_as_text(server: BothApis, name: str) -> None:
     chat = CHATS[name]
     asked = {"text_input": chat.prompt, "max_tokens": 80, "exclude_input_in_output": True}
     status, answer = server.post(asked, "gpt-oss")
@@ -71,7 +71,7 @@ def test_the_ensemble_gives_the_same_as_text(server: BothDoors, name: str) -> No
     assert "".join(part["text_output"] for part in parts) == expected and len(parts) > 1
 
 
-def test_special_tokens_in_texts_are_found_by_stop_words(server: BothDoors) -> None:
+def test_special_tokens_in_texts_are_found_by_stop_words(server: BothApis) -> None:
     chat = CHATS["high"]
     for word in ("<|end|>", "sum.<|end|><|start|>assi"):
         asked = {"text_input": chat.prompt, "max_tokens": 80, "exclude_input_in_output": True}
@@ -83,7 +83,7 @@ def test_special_tokens_in_texts_are_found_by_stop_words(server: BothDoors) -> N
 
 
 def test_what_the_ensemble_has_no_output_for_is_refused_and_llm_has_it(
-    server: BothDoors,
+    server: BothApis,
 ) -> None:
     asked: dict[str, Any] = {"text_input": "Once", "max_tokens": 2}
     for name in ("log_probs", "context_logits", "generation_logits", "perf_metrics"):
@@ -113,7 +113,7 @@ def test_responses_have_items_for_reasoning_and_calls(client: openai.OpenAI) -> 
         assert client.responses.create(input=SUM, **more).output_text == READ[effort][1]
 
 
-def test_messages_have_blocks_for_reasoning_and_calls(server: BothDoors) -> None:
+def test_messages_have_blocks_for_reasoning_and_calls(server: BothApis) -> None:
     tools = [
         {"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]}
         for tool in CHATS["call"].tools

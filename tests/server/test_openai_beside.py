@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The OpenAI API beside tritonserver: one engine, two doors."""
+"""The OpenAI API beside tritonserver: one engine, two APIs."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from metering import idle, scrape, shown
-from running import KEY, NGRAM, BothDoors, both_running, build_repository, fetch, wait_for
+from running import KEY, NGRAM, BothApis, both_running, build_repository, fetch, wait_for
 
 from flashinfer_backend.openai.arguments import KEYS_VARIABLE
 
@@ -19,7 +19,7 @@ PROMPTS = ["Once upon a time", "The king said to his daughter that", "Why is the
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothDoors]:
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothApis]:
     folder = tmp_path_factory.mktemp("both")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(KEYS_VARIABLE, KEY)
@@ -28,7 +28,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothDoors]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_both_doors_give_the_same(both: BothDoors, temperature: float) -> None:
+def test_both_apis_give_the_same(both: BothApis, temperature: float) -> None:
     more = {"max_tokens": 24, "temperature": temperature, "seed": 11}
     for prompt in PROMPTS:
         body = {"text_input": prompt, "stream": False, "exclude_input_in_output": True, **more}
@@ -43,7 +43,7 @@ def test_both_doors_give_the_same(both: BothDoors, temperature: float) -> None:
         assert choice["prompt_token_ids"] + choice["token_ids"] == json.loads(ids)["tokens"]
 
 
-def test_one_engine_has_both_doors_requests(both: BothDoors) -> None:
+def test_one_engine_has_both_apis_requests(both: BothApis) -> None:
     assert len(both.matching("flashinfer_backend.engine")) <= 2, "the engine, and tee of its log"
     prompt = "A long story about a king and his three daughters. " * 8
     both.post({"text_input": prompt, "max_tokens": 2})
@@ -51,7 +51,7 @@ def test_one_engine_has_both_doors_requests(both: BothDoors) -> None:
     assert json.loads(text)["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64, "found by the other"
 
 
-def test_drafts_are_counted_at_both_doors(both: BothDoors) -> None:
+def test_drafts_are_counted_at_both_apis(both: BothApis) -> None:
     def counted() -> tuple[list[float], list[float]]:
         """Checked and accepted drafts, of tritonserver's metrics and of the API's."""
         names = [f"flashinfer_backend_{name}_total" for name in ("drafted_tokens", "accepted_draft_tokens")]
@@ -80,7 +80,7 @@ def test_drafts_are_counted_at_both_doors(both: BothDoors) -> None:
     assert counted()[0] == after, "these drafts and no others"
 
 
-def test_tools_for_a_template_that_shows_none(both: BothDoors) -> None:
+def test_tools_for_a_template_that_shows_none(both: BothApis) -> None:
     tool = {"type": "function", "function": {"name": "now"}}
     for choice in ("auto", "required"):
         body = {"messages": [{"role": "user", "content": "Hi"}], "tools": [tool], "tool_choice": choice}
@@ -89,21 +89,21 @@ def test_tools_for_a_template_that_shows_none(both: BothDoors) -> None:
         assert (status, message) == (400, "the checkpoint's chat template makes no use of tools")
 
 
-def workers(both: BothDoors) -> list[int]:
+def workers(both: BothApis) -> list[int]:
     return sorted(process.pid for process in both.matching("flashinfer_backend.openai.worker"))
 
 
-def door_metric(both: BothDoors, door: str) -> float | None:
-    """Whether a door is up, as tritonserver's metrics have it."""
-    found = re.search(rf'door_up{{door="{door}"}} (\S+)', scrape(both))
+def api_metric(both: BothApis, api: str) -> float | None:
+    """Whether an API is up, as tritonserver's metrics have it."""
+    found = re.search(rf'api_up{{api="{api}"}} (\S+)', scrape(both))
     return float(found[1]) if found else None
 
 
-def test_a_door_that_crashes_or_stops_comes_back_and_leaves_the_other_alone(both: BothDoors) -> None:
+def test_an_api_that_crashes_or_stops_comes_back_and_leaves_the_other_alone(both: BothApis) -> None:
     """Five crashes in a row, and a process that is stopped. Whoever asks meanwhile is told so, here and in
-    the other door's metrics."""
+    the other API's metrics."""
     servers = both.matching("bin/tritonserver")
-    wait_for(lambda: door_metric(both, "openai") == door_metric(both, "triton") == 1.0, "both to be up")
+    wait_for(lambda: api_metric(both, "openai") == api_metric(both, "triton") == 1.0, "both to be up")
     for number in [signal.SIGKILL] * 4 + [signal.SIGSTOP]:
         (before,) = wait_for(lambda: workers(both), "a process", 120)
         os.kill(before, number)
@@ -111,16 +111,16 @@ def test_a_door_that_crashes_or_stops_comes_back_and_leaves_the_other_alone(both
         assert both.post({"text_input": "Once", "max_tokens": 1})[0] == 200
     status, answer = both.openai("/health")  # 4 s pass until the next start
     assert status == 503 and "being started again" in answer
-    wait_for(lambda: door_metric(both, "openai") == 0.0, "the other door to say so")
+    wait_for(lambda: api_metric(both, "openai") == 0.0, "the other API to say so")
     wait_for(lambda: both.openai("/health")[0] == 200, "the OpenAI API", 120)
     assert "has been stopped for 5 s: it is killed" in both.log
     assert both.matching("bin/tritonserver") == servers and "serve: ready again" not in both.log
     text = both.openai("/metrics")[1]
-    assert 'door_up{door="triton"} 1.0' in text
-    assert re.search(r'door_restarts_total{door="openai"} [5-9]', text)
+    assert 'api_up{api="triton"} 1.0' in text
+    assert re.search(r'api_restarts_total{api="openai"} [5-9]', text)
 
 
-def test_keys_are_in_no_environment_but_the_users_own(both: BothDoors) -> None:
+def test_keys_are_in_no_environment_but_the_users_own(both: BothApis) -> None:
     """tritonserver, its stubs and the engine have none of them, nor have the API's processes."""
     assert fetch(f"http://127.0.0.1:{both.openai_port}/v1/models")[0] == 401
     found = {process: process.environ() for process in both.commands() if process.pid != both.launcher.pid}
@@ -128,7 +128,7 @@ def test_keys_are_in_no_environment_but_the_users_own(both: BothDoors) -> None:
     assert not [process for process, environment in found.items() if KEYS_VARIABLE in environment]
 
 
-def test_the_api_goes_on_while_tritonserver_is_started_again(both: BothDoors) -> None:
+def test_the_api_goes_on_while_tritonserver_is_started_again(both: BothApis) -> None:
     """The engine stays when a stub dies, so what the API has open must not notice, nor what comes next."""
     body = {"prompt": PROMPTS[0], "max_tokens": 600, "temperature": 0, "ignore_eos": True}
     expected = both.openai("/v1/completions", body)
@@ -144,7 +144,7 @@ def test_the_api_goes_on_while_tritonserver_is_started_again(both: BothDoors) ->
     assert texts[0] == texts[1] == texts[2] and both.engine_pid() == engine
 
 
-def test_the_server_ends_with_both_doors(both: BothDoors) -> None:
+def test_the_server_ends_with_both_apis(both: BothApis) -> None:
     """The last of them: it leaves no server."""
     assert both.matching("flashinfer_backend.openai.worker"), "it would be found"
     assert both.interrupt() == 0

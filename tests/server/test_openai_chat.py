@@ -87,16 +87,16 @@ def _probs(chunk: Any) -> list[Any]:
     return probs.content if probs else []
 
 
-def test_ids_and_text_parts(door: OpenAiServer) -> None:
+def test_ids_and_text_parts(api: OpenAiServer) -> None:
     parts = [{"type": "text", "text": "Why is the sky"}, {"type": "text", "text": "blue?"}]
     body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 5, "return_token_ids": True}
-    _, _, answer = door.call("/v1/chat/completions", body)
-    prompt = door.call("/detokenize", {"tokens": answer["prompt_token_ids"]})[2]["prompt"]
+    _, _, answer = api.call("/v1/chat/completions", body)
+    prompt = api.call("/detokenize", {"tokens": answer["prompt_token_ids"]})[2]["prompt"]
     assert prompt == "<|begin_of_text|>Question: Why is the sky\nblue?\nAnswer:"
     assert len(answer["choices"][0]["token_ids"]) == answer["usage"]["completion_tokens"]
     messages = {"messages": body["messages"]}
-    assert door.call("/tokenize", messages)[2]["tokens"] == answer["prompt_token_ids"]
-    with door.opened("/v1/chat/completions", {**body, "stream": True, "temperature": 0}) as stream:
+    assert api.call("/tokenize", messages)[2]["tokens"] == answer["prompt_token_ids"]
+    with api.opened("/v1/chat/completions", {**body, "stream": True, "temperature": 0}) as stream:
         chunks = events(stream.read().decode())
     ids = [i for chunk in chunks for i in chunk["choices"][0]["token_ids"]]
     assert chunks[0]["prompt_token_ids"] == answer["prompt_token_ids"] and 0 < len(ids) <= 5
@@ -115,14 +115,14 @@ def test_an_answer_that_is_begun_goes_on(client: openai.OpenAI) -> None:
     assert (half + rest).startswith(whole[: len(half) + 3])
 
 
-def test_reasoning_is_split_off_and_counted(client: openai.OpenAI, door: OpenAiServer) -> None:
+def test_reasoning_is_split_off_and_counted(client: openai.OpenAI, api: OpenAiServer) -> None:
     think = {"chat_template_kwargs": {"think_first": True}}
     answer = ask(client, extra_body=think)
     message = answer.choices[0].message
     assert message.content is None and message.reasoning_content
     told = {"prompt": message.reasoning_content, "add_special_tokens": False}
     details = answer.usage.completion_tokens_details
-    assert details.reasoning_tokens == len(door.call("/tokenize", told)[2]["tokens"]) > 1
+    assert details.reasoning_tokens == len(api.call("/tokenize", told)[2]["tokens"]) > 1
     assert ask(client).usage.completion_tokens_details.reasoning_tokens == 0
     *chunks, last = streamed(client, extra_body=think, stream_options={"include_usage": True})
     assert last.usage.completion_tokens_details == details
@@ -131,11 +131,11 @@ def test_reasoning_is_split_off_and_counted(client: openai.OpenAI, door: OpenAiS
     assert not any(chunk.choices[0].delta.content for chunk in chunks)
 
 
-def test_roles_and_the_system_prompt(client: openai.OpenAI, door: OpenAiServer) -> None:
+def test_roles_and_the_system_prompt(client: openai.OpenAI, api: OpenAiServer) -> None:
     developer = {"role": "developer", "content": "Speak plainly."}
     body = {"messages": [developer, *ASK]}
-    tokens = door.call("/tokenize", body)[2]["tokens"]
-    text = door.call("/detokenize", {"tokens": tokens})[2]["prompt"]
+    tokens = api.call("/tokenize", body)[2]["tokens"]
+    text = api.call("/detokenize", {"tokens": tokens})[2]["prompt"]
     assert text == "<|begin_of_text|>Speak plainly.\nQuestion: Why is the sky blue?\nAnswer:"
     assert ask(client, messages=body["messages"]).usage.prompt_tokens == len(tokens)
 
@@ -147,26 +147,26 @@ def test_a_prefix_that_is_cached_is_counted(client: openai.OpenAI) -> None:
     assert details.cached_tokens >= 64
 
 
-def test_models_and_paths_without_a_version(client: openai.OpenAI, door: OpenAiServer) -> None:
+def test_models_and_paths_without_a_version(client: openai.OpenAI, api: OpenAiServer) -> None:
     assert [model.id for model in client.models.list()] == ["tiny-chat"]
     assert client.models.retrieve("tiny-chat").id == "tiny-chat"
-    status, _, answer = door.call("/chat/completions", {"messages": ASK, "max_tokens": 2})
+    status, _, answer = api.call("/chat/completions", {"messages": ASK, "max_tokens": 2})
     assert (status, answer["object"]) == (200, "chat.completion")
-    assert door.call("/health")[0] == 200
+    assert api.call("/health")[0] == 200
 
 
-def test_an_answer_ends_at_the_checkpoints_own_stop_string(door: OpenAiServer) -> None:
+def test_an_answer_ends_at_the_checkpoints_own_stop_string(api: OpenAiServer) -> None:
     """The bundled model goes on with a question of its own, which its generation_config.json takes for the
     end."""
     messages = [{"role": "user", "content": "What sound does a cat make?"}]
     asked = {"messages": messages, "temperature": 0, "max_tokens": 60}
-    _, _, answer = door.call("/v1/chat/completions", asked)
+    _, _, answer = api.call("/v1/chat/completions", asked)
     (choice,) = answer["choices"]
-    _, _, more = door.call("/v1/chat/completions", {**asked, "ignore_eos": True})
+    _, _, more = api.call("/v1/chat/completions", {**asked, "ignore_eos": True})
     ended, own, _ = more["choices"][0]["message"]["content"].partition("\nQuestion:")
     assert own and choice["message"]["content"] == ended and choice["finish_reason"] == "stop"
     body = {"model": "tiny-chat", "messages": messages, "max_tokens": 60, "temperature": 0}
-    _, _, message = door.call("/v1/messages", body)
+    _, _, message = api.call("/v1/messages", body)
     assert (message["stop_reason"], message["stop_sequence"]) == ("end_turn", None)
-    _, _, message = door.call("/v1/messages", {**body, "stop_sequences": ["\nQuestion:"]})
+    _, _, message = api.call("/v1/messages", {**body, "stop_sequences": ["\nQuestion:"]})
     assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "\nQuestion:")

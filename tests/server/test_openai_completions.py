@@ -17,9 +17,9 @@ def complete(client: openai.OpenAI, **more: Any) -> Any:
     return client.completions.create(**body)
 
 
-def test_texts_and_ids_are_prompts(client: openai.OpenAI, door: OpenAiServer) -> None:
+def test_texts_and_ids_are_prompts(client: openai.OpenAI, api: OpenAiServer) -> None:
     text = complete(client).choices[0].text
-    ids = door.call("/tokenize", {"prompt": PROMPT})[2]
+    ids = api.call("/tokenize", {"prompt": PROMPT})[2]
     assert ids["count"] == len(ids["tokens"]) and ids["max_model_len"] == 2048
     assert complete(client, prompt=ids["tokens"]).choices[0].text == text
     both = complete(client, prompt=[PROMPT, "The king"])
@@ -28,16 +28,16 @@ def test_texts_and_ids_are_prompts(client: openai.OpenAI, door: OpenAiServer) ->
     assert [choice.index for choice in pairs.choices] == [0, 1, 2, 3]
     assert [choice.text for choice in pairs.choices[:2]] == [text] * 2
     assert pairs.usage.prompt_tokens == ids["count"] + 2
-    bare = door.call("/tokenize", {"prompt": PROMPT, "add_special_tokens": False, "return_token_strs": True})
+    bare = api.call("/tokenize", {"prompt": PROMPT, "add_special_tokens": False, "return_token_strs": True})
     assert bare[2]["tokens"] == ids["tokens"][1:] and len(bare[2]["token_strs"]) == ids["count"] - 1
 
 
-def test_nothing_ends_an_answer_before_its_minimum_of_tokens(door: OpenAiServer) -> None:
+def test_nothing_ends_an_answer_before_its_minimum_of_tokens(api: OpenAiServer) -> None:
     """As in vLLM: end ids and stop_token_ids are not chosen, and stop words are no reason."""
 
     def ask(**more: Any) -> tuple[list[int], str, str]:
         body = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0.0, "return_token_ids": True, **more}
-        (choice,) = door.call("/v1/completions", body)[2]["choices"]
+        (choice,) = api.call("/v1/completions", body)[2]["choices"]
         return choice["token_ids"], choice["text"], choice["finish_reason"]
 
     ids, text, _ = ask()
@@ -47,28 +47,28 @@ def test_nothing_ends_an_answer_before_its_minimum_of_tokens(door: OpenAiServer)
     assert later[: ids.index(ids[4])] == ids[: ids.index(ids[4])]
     assert len(later) >= 9 and ids[4] not in later[:9]
 
-    word = door.call("/detokenize", {"tokens": ids[:6]})[2]["prompt"].strip()[-4:]
+    word = api.call("/detokenize", {"tokens": ids[:6]})[2]["prompt"].strip()[-4:]
     first = text.index(word)
     second = text.index(word, first + 1)
     assert ask(stop=word)[1:] == (text[:first], "stop")
     assert ask(stop=word, min_tokens=9)[1:] == (text[:second], "stop")
-    chunks = streamed(door, max_tokens=24, stop=word, min_tokens=9)
+    chunks = streamed(api, max_tokens=24, stop=word, min_tokens=9)
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text[:second]
 
 
-def streamed(door: OpenAiServer, **more: Any) -> list[Any]:
+def streamed(api: OpenAiServer, **more: Any) -> list[Any]:
     """Raw, since the client's types have no null for the reason of an answer that goes on."""
     body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0.0, "stream": True, **more}
-    with door.opened("/v1/completions", body) as stream:
+    with api.opened("/v1/completions", body) as stream:
         return events(stream.read().decode())
 
 
-def test_a_stream_says_the_same(client: openai.OpenAI, door: OpenAiServer) -> None:
+def test_a_stream_says_the_same(client: openai.OpenAI, api: OpenAiServer) -> None:
     prompts = [PROMPT, "The king"]
     whole = complete(client, prompt=prompts, max_tokens=30, logprobs=0)
     texts, tokens, reasons = ["", ""], [[], []], [None, None]
     options = {"include_usage": True, "continuous_usage_stats": True}
-    *chunks, last = streamed(door, prompt=prompts, max_tokens=30, logprobs=0, stream_options=options)
+    *chunks, last = streamed(api, prompt=prompts, max_tokens=30, logprobs=0, stream_options=options)
     for chunk in chunks:
         (choice,) = chunk["choices"]
         texts[choice["index"]] += choice["text"]
@@ -82,12 +82,12 @@ def test_a_stream_says_the_same(client: openai.OpenAI, door: OpenAiServer) -> No
     assert chunks[0]["usage"]["completion_tokens"] < last["usage"]["completion_tokens"]
 
 
-def test_a_stream_has_the_ids_of_tokens_that_write_no_text(door: OpenAiServer) -> None:
+def test_a_stream_has_the_ids_of_tokens_that_write_no_text(api: OpenAiServer) -> None:
     """Of a character's first bytes, for one."""
     asked = {"return_token_ids": True, "structured_outputs": {"choice": ["né🙂京"]}}
     body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0.0, **asked}
-    (whole,) = door.call("/v1/completions", body)[2]["choices"]
-    choices = [chunk["choices"][0] for chunk in streamed(door, max_tokens=20, **asked)]
+    (whole,) = api.call("/v1/completions", body)[2]["choices"]
+    choices = [chunk["choices"][0] for chunk in streamed(api, max_tokens=20, **asked)]
     assert whole["text"] == "".join(choice["text"] for choice in choices) == "né🙂京"
     assert len(whole["token_ids"]) > len(whole["text"])
     assert [i for choice in choices for i in choice["token_ids"]] == whole["token_ids"]
@@ -96,23 +96,23 @@ def test_a_stream_has_the_ids_of_tokens_that_write_no_text(door: OpenAiServer) -
     ]
 
 
-def test_the_prompt_comes_back_if_asked(client: openai.OpenAI, door: OpenAiServer) -> None:
+def test_the_prompt_comes_back_if_asked(client: openai.OpenAI, api: OpenAiServer) -> None:
     text = complete(client).choices[0].text
     assert complete(client, echo=True).choices[0].text == PROMPT + text
-    assert "".join(chunk["choices"][0]["text"] for chunk in streamed(door, echo=True)) == PROMPT + text
+    assert "".join(chunk["choices"][0]["text"] for chunk in streamed(api, echo=True)) == PROMPT + text
     nothing = complete(client, echo=True, max_tokens=0)
     assert (nothing.choices[0].text, nothing.usage.completion_tokens) == (PROMPT, 0)
     # Whatever the engine's one token is, which nobody asked for.
-    first = door.call("/v1/completions", {"prompt": PROMPT, "temperature": 0.0, "return_token_ids": True})[2]
+    first = api.call("/v1/completions", {"prompt": PROMPT, "temperature": 0.0, "return_token_ids": True})[2]
     stopped = {"echo": True, "max_tokens": 0, "stop_token_ids": [first["choices"][0]["token_ids"][0]]}
     assert complete(client, extra_body=stopped).choices[0].finish_reason == "length"
-    assert streamed(door, **stopped)[-1]["choices"][0]["finish_reason"] == "length"
+    assert streamed(api, **stopped)[-1]["choices"][0]["finish_reason"] == "length"
 
 
-def test_log_probs_of_a_prompt_are_those_of_making_it(client: openai.OpenAI, door: OpenAiServer) -> None:
+def test_log_probs_of_a_prompt_are_those_of_making_it(client: openai.OpenAI, api: OpenAiServer) -> None:
     made = complete(client, logprobs=0).choices[0]
     body = {"prompt": PROMPT + made.text, "max_tokens": 0, "echo": True, "logprobs": 2}
-    full = SimpleNamespace(**door.call("/v1/completions", body)[2]["choices"][0]["logprobs"])
+    full = SimpleNamespace(**api.call("/v1/completions", body)[2]["choices"][0]["logprobs"])
     assert full.token_logprobs[0] is None and full.top_logprobs[0] is None
     count = len(made.logprobs.tokens)
     assert full.tokens[-count:] == made.logprobs.tokens
@@ -126,11 +126,11 @@ def test_log_probs_of_a_prompt_are_those_of_making_it(client: openai.OpenAI, doo
     assert full.text_offset[:3] == [0, 0, len(full.tokens[1])], "the text lacks the special token"
 
 
-def test_log_probs_of_a_prompt_by_id(client: openai.OpenAI, door: OpenAiServer) -> None:
+def test_log_probs_of_a_prompt_by_id(client: openai.OpenAI, api: OpenAiServer) -> None:
     body = {"prompt": PROMPT, "temperature": 0.0, "max_tokens": 3, "echo": True, "logprobs": 2}
     for _ in range(2):  # the second time the prompt is in the prefix cache
         more = {"prompt_logprobs": 2, "n": 2, "return_token_ids": True}
-        choices = door.call("/v1/completions", {**body, **more})[2]["choices"]
+        choices = api.call("/v1/completions", {**body, **more})[2]["choices"]
     lists, ids = choices[0]["logprobs"], choices[0]["prompt_token_ids"]
     first, *others = choices[0]["prompt_logprobs"]
     assert first is None and choices[1]["prompt_logprobs"] == [None, *others]
@@ -142,12 +142,12 @@ def test_log_probs_of_a_prompt_by_id(client: openai.OpenAI, door: OpenAiServer) 
         assert {1, 2} <= {each["rank"] for each in found.values()}
     del body["echo"], body["logprobs"]
     for number in (0, 2):
-        choice = door.call("/v1/completions", {**body, "prompt_logprobs": number})[2]["choices"][0]
+        choice = api.call("/v1/completions", {**body, "prompt_logprobs": number})[2]["choices"][0]
         assert choice["logprobs"] is None and len(choice["prompt_logprobs"]) == len(ids)
         assert all(len(found) >= max(1, number) for found in choice["prompt_logprobs"][1:])
     messages = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "return_token_ids": True}
     for many in ({}, {"n": 3}):
-        answer = door.call("/v1/chat/completions", {**messages, **many, "prompt_logprobs": 1})[2]
+        answer = api.call("/v1/chat/completions", {**messages, **many, "prompt_logprobs": 1})[2]
         assert answer["prompt_logprobs"][0] is None
         asked, told = answer["prompt_token_ids"][1:], answer["prompt_logprobs"][1:]
         assert all(str(token) in found for token, found in zip(asked, told, strict=True))

@@ -17,43 +17,43 @@ ASK: list[Any] = [{"role": "user", "content": "Hi"}]
 CHAT = "/v1/chat/completions"
 
 
-def test_bodies_paths_and_models(door: OpenAiServer) -> None:
-    assert door.error(CHAT, b"{")[:2] == (400, "the body is not valid JSON: Input data was truncated")
-    assert door.error(CHAT, {})[1:] == ("messages is missing", "messages", "missing_required_parameter")
-    assert door.error(CHAT, b"[" * 100_000)[0] == 400
-    status, message, _, _ = door.error(CHAT, b'{"model": "\xba"}')
+def test_bodies_paths_and_models(api: OpenAiServer) -> None:
+    assert api.error(CHAT, b"{")[:2] == (400, "the body is not valid JSON: Input data was truncated")
+    assert api.error(CHAT, {})[1:] == ("messages is missing", "messages", "missing_required_parameter")
+    assert api.error(CHAT, b"[" * 100_000)[0] == 400
+    status, message, _, _ = api.error(CHAT, b'{"model": "\xba"}')
     assert status == 400 and message.startswith("the body is not valid JSON")
-    status, message, param, code = door.error(CHAT, {"messages": ASK, "model": "gpt-4"})
+    status, message, param, code = api.error(CHAT, {"messages": ASK, "model": "gpt-4"})
     assert (status, param, code) == (404, "model", "model_not_found") and "tiny-chat" in message
-    assert door.error("/v1/nothing", {})[:2] == (404, "there is no /v1/nothing")
-    assert door.error("/v1/load_lora_adapter", {})[1].endswith("was started without --lora-root")
-    assert door.error(CHAT)[:2] == (405, f"{CHAT} takes POST, not GET")
-    assert door.call(CHAT)[1]["allow"] == "POST"
-    assert door.error("/v1/models/gpt-4")[3] == "model_not_found"
-    assert door.error("/tokenize", {})[0] == 400
-    assert "tokens holds -1; token ids should lie in" in door.error("/detokenize", {"tokens": [7, -1]})[1]
+    assert api.error("/v1/nothing", {})[:2] == (404, "there is no /v1/nothing")
+    assert api.error("/v1/load_lora_adapter", {})[1].endswith("was started without --lora-root")
+    assert api.error(CHAT)[:2] == (405, f"{CHAT} takes POST, not GET")
+    assert api.call(CHAT)[1]["allow"] == "POST"
+    assert api.error("/v1/models/gpt-4")[3] == "model_not_found"
+    assert api.error("/tokenize", {})[0] == 400
+    assert "tokens holds -1; token ids should lie in" in api.error("/detokenize", {"tokens": [7, -1]})[1]
     prompt = "word " * 3000
-    _, message, param, code = door.error("/v1/completions", {"prompt": prompt})
+    _, message, param, code = api.error("/v1/completions", {"prompt": prompt})
     # LangChain looks for the one sentence, LiteLLM, and with it aider, for the other.
     assert (param, code) == ("prompt", "context_length_exceeded") and "prompt is too long" in message
     assert "This model's maximum context length is 2048 tokens" in message
-    assert door.metric('errors_total{status="404"}') >= 3
+    assert api.metric('errors_total{status="404"}') >= 3
 
 
-def test_what_can_be_read_has_a_head(door: OpenAiServer) -> None:
+def test_what_can_be_read_has_a_head(api: OpenAiServer) -> None:
     """aiperf looks for the metrics in this way; an error would count among the requests'."""
-    refused = door.metric('errors_total{status="405"}')
+    refused = api.metric('errors_total{status="405"}')
     for path in ("/health", "/metrics", "/version", "/", "/v1/models", "/v1/models/tiny-chat"):
-        connection = http.client.HTTPConnection("127.0.0.1", door.port, timeout=TIMEOUT_S)
+        connection = http.client.HTTPConnection("127.0.0.1", api.port, timeout=TIMEOUT_S)
         for method in ("HEAD", "GET"):  # on one connection: the head leaves nothing behind
             connection.request(method, path)
             answer = connection.getresponse()
             assert (answer.status, bool(answer.read())) == (200, method == "GET" and path != "/health")
         connection.close()
-    assert door.metric('errors_total{status="405"}') == refused
+    assert api.metric('errors_total{status="405"}') == refused
 
 
-def test_a_text_that_is_too_long_is_refused_before_it_is_tokenized(door: OpenAiServer) -> None:
+def test_a_text_that_is_too_long_is_refused_before_it_is_tokenized(api: OpenAiServer) -> None:
     longest = "é" * (1 << 19)
     text = longest + "aaaa"
     bodies: list[tuple[str, dict[str, Any]]] = [
@@ -63,18 +63,18 @@ def test_a_text_that_is_too_long_is_refused_before_it_is_tokenized(door: OpenAiS
         ("/tokenize", {"prompt": text}),
     ]
     for path, body in bodies:
-        status, message, param, code = door.error(path, body)
+        status, message, param, code = api.error(path, body)
         assert (status, param, code) == (400, next(iter(body)), "context_length_exceeded")
         assert "bytes; this server takes" in message
-    assert door.error("/v1/completions", {"prompt": longest})[1].startswith("the prompt is too long: it has ")
+    assert api.error("/v1/completions", {"prompt": longest})[1].startswith("the prompt is too long: it has ")
 
 
-def test_every_answer_has_a_request_id(door: OpenAiServer, client: openai.OpenAI) -> None:
+def test_every_answer_has_a_request_id(api: OpenAiServer, client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"prompt": "Once", "max_tokens": 2}
 
     def headers(path: str, body: Any = None, **sent: str) -> tuple[Message, str]:
         data = None if body is None else json.dumps(body).encode()
-        _, found, text = fetch(door.url + path, data, sent)
+        _, found, text = fetch(api.url + path, data, sent)
         assert len(found.get_all("x-request-id") or []) == 1
         return found, text
 

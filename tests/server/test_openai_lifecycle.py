@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from openai_server import OpenAiServer, events, openai_running
-from running import TIMEOUT_S, BothDoors, files_below, wait_for
+from running import TIMEOUT_S, BothApis, files_below, wait_for
 
 from client.load import Load
 
@@ -45,15 +45,15 @@ def idle(server: OpenAiServer) -> bool:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_its_blocks(door: OpenAiServer, stream: bool) -> None:
-    wait_for(lambda: idle(door), "the end of what other tests left")
-    before = engine(door, "cancellations")
-    with door.asked(CHAT, {**LONG, "stream": stream, "n": 2}) as connection:
-        wait_for(lambda: engine(door, "requests_running") == 2, "both to run")
+def test_a_client_that_leaves_frees_its_blocks(api: OpenAiServer, stream: bool) -> None:
+    wait_for(lambda: idle(api), "the end of what other tests left")
+    before = engine(api, "cancellations")
+    with api.asked(CHAT, {**LONG, "stream": stream, "n": 2}) as connection:
+        wait_for(lambda: engine(api, "requests_running") == 2, "both to run")
         if stream:
             assert connection.getresponse().read(10)
-    wait_for(lambda: engine(door, "blocks_used") == engine(door, "requests_running") == 0, "free blocks")
-    assert engine(door, "cancellations") == before + 2, "they did not come to their end"
+    wait_for(lambda: engine(api, "blocks_used") == engine(api, "requests_running") == 0, "free blocks")
+    assert engine(api, "cancellations") == before + 2, "they did not come to their end"
 
 
 def test_an_engine_that_ends_is_replaced(harmed: OpenAiServer) -> None:
@@ -135,26 +135,26 @@ def test_no_process_outlives_a_parent_that_is_killed(chat_model: Path, tmp_path:
         wait_for(lambda: set(server.leftovers()) <= set(files), "the processes to end")
 
 
-@pytest.mark.parametrize("doors", ["alone", "beside tritonserver"])
+@pytest.mark.parametrize("apis", ["alone", "beside tritonserver"])
 def test_a_process_that_cannot_start_ends_the_whole(
-    chat_model: Path, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, doors: str
+    chat_model: Path, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apis: str
 ) -> None:
     """It was replaced for ever."""
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "prometheus_client.py").write_text("raise ImportError('no such codec')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"), prepend=os.pathsep)
-    server: OpenAiServer | BothDoors
-    if doors == "alone":
+    server: OpenAiServer | BothApis
+    if apis == "alone":
         server = OpenAiServer(chat_model, tmp_path)
         process = server.parent
     else:
-        server = BothDoors(repository, tmp_path)
+        server = BothApis(repository, tmp_path)
         process = server.launcher
     try:
         assert process.wait(TIMEOUT_S) == 1
         assert server.log.count("ImportError: no such codec") == 1
         assert "openai: a process ended with status 1 before it could serve" in server.log
-        assert doors == "alone" or "serve: the OpenAI API cannot serve" in server.log
+        assert apis == "alone" or "serve: the OpenAI API cannot serve" in server.log
         wait_for(lambda: not server.leftovers(), "nothing to be left")
     finally:
         server.close()

@@ -80,8 +80,8 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     made.close()
 
 
-def test_a_chat_in_the_page(door: OpenAiServer, browser: Browser, tmp_path: Path) -> None:
-    _open_page(door, browser)
+def test_a_chat_in_the_page(api: OpenAiServer, browser: Browser, tmp_path: Path) -> None:
+    _open_page(api, browser)
     assert browser.run("return document.activeElement.id") == "prompt"
     for name, value in {"temperature": 0, "seed": 3, "max_tokens": 30}.items():
         slide = f"e.value = {value}; e.dispatchEvent(new Event('input'))"
@@ -92,7 +92,7 @@ def test_a_chat_in_the_page(door: OpenAiServer, browser: Browser, tmp_path: Path
     messages = [{"role": "system", "content": "Speak plainly."}]
     messages += [{"role": "user", "content": "Why is the sky blue?"}]
     more = {"temperature": 0.0, "seed": 3, "max_tokens": 30}
-    _, _, answer = door.call("/v1/chat/completions", {"messages": messages, **more})
+    _, _, answer = api.call("/v1/chat/completions", {"messages": messages, **more})
     content = answer["choices"][0]["message"]["content"]
     assert _text(browser, ".assistant") == content.lstrip()
     assert browser.run("return messages[1].content") == content
@@ -108,20 +108,20 @@ def test_a_chat_in_the_page(door: OpenAiServer, browser: Browser, tmp_path: Path
     browser.screenshot(tmp_path / "page.png")
     browser.run("document.getElementById('stop').click()")
     wait_for(lambda: browser.run("return !document.getElementById('send').disabled"), "the end")
-    wait_for(lambda: door.metric("engine_requests_running") == 0, "nothing to run")
+    wait_for(lambda: api.metric("engine_requests_running") == 0, "nothing to run")
     assert browser.run("return messages.map(m => m.role).join()") == "user,assistant,user,assistant"
 
 
-def test_the_bundled_model_is_said_to_be_tiny(door: OpenAiServer, browser: Browser) -> None:
-    _open_page(door, browser)
+def test_the_bundled_model_is_said_to_be_tiny(api: OpenAiServer, browser: Browser) -> None:
+    _open_page(api, browser)
     assert _text(browser, "#hint") == ""
     listed = json.dumps({"data": [{"id": "bundled"}]})
     browser.run(f"window.fetch = () => Promise.resolve(new Response({listed!r})); models()")
     wait_for(lambda: "is tiny" in _text(browser, "#hint"), "the hint")
 
 
-def test_a_model_that_writes_no_text_says_so(door: OpenAiServer, browser: Browser) -> None:
-    _open_page(door, browser)
+def test_a_model_that_writes_no_text_says_so(api: OpenAiServer, browser: Browser) -> None:
+    _open_page(api, browser)
     listed = json.dumps({"data": [{"id": "vectors", "task": "embed"}]})
     browser.run(f"window.fetch = () => Promise.resolve(new Response({listed!r})); models()")
     wait_for(lambda: "Send texts to /v1/embeddings" in _text(browser, "#figures"), "what the model is")
@@ -137,8 +137,8 @@ def test_a_model_that_writes_no_text_says_so(door: OpenAiServer, browser: Browse
     assert browser.run("return document.getElementById('send').disabled")
 
 
-def test_an_error_is_shown(door: OpenAiServer, browser: Browser) -> None:
-    _open_page(door, browser)
+def test_an_error_is_shown(api: OpenAiServer, browser: Browser) -> None:
+    _open_page(api, browser)
     browser.run("document.getElementById('max_tokens').value = 99999")
     browser.type("#prompt", "Hi\n")
     wait_for(lambda: "maximum context length" in _text(browser, ".error"), "the error")
@@ -148,8 +148,8 @@ def test_an_error_is_shown(door: OpenAiServer, browser: Browser) -> None:
     assert browser.run("return messages.length") == 0
 
 
-def test_an_error_of_a_proxy_is_told_in_words(door: OpenAiServer, browser: Browser) -> None:
-    _open_page(door, browser)
+def test_an_error_of_a_proxy_is_told_in_words(api: OpenAiServer, browser: Browser) -> None:
+    _open_page(api, browser)
     browser.run("window.fetch = () => Promise.resolve(new Response('<html>', {status: 502}))")
     browser.type("#prompt", "Hi\n")
     wait_for(lambda: "answered with status 502" in _text(browser, ".error"), "the error")
@@ -157,8 +157,8 @@ def test_an_error_of_a_proxy_is_told_in_words(door: OpenAiServer, browser: Brows
     wait_for(lambda: "answered with status 502" in _text(browser, "#figures"), "the error")
 
 
-def test_a_new_chat_has_nothing_of_an_answer_that_still_ran(door: OpenAiServer, browser: Browser) -> None:
-    _open_page(door, browser)
+def test_a_new_chat_has_nothing_of_an_answer_that_still_ran(api: OpenAiServer, browser: Browser) -> None:
+    _open_page(api, browser)
     browser.run("document.getElementById('max_tokens').value = 1500")
     browser.type("#prompt", "Tell me a story.\n")
     wait_for(lambda: _text(browser, ".assistant"), "the beginning of the answer")
@@ -167,15 +167,15 @@ def test_a_new_chat_has_nothing_of_an_answer_that_still_ran(door: OpenAiServer, 
     assert browser.run("return messages.length") == 0 and _text(browser, "#figures") == ""
 
 
-def test_a_server_that_has_gone_is_told_in_words(door: OpenAiServer, browser: Browser) -> None:
-    _open_page(door, browser)
+def test_a_server_that_has_gone_is_told_in_words(api: OpenAiServer, browser: Browser) -> None:
+    _open_page(api, browser)
     browser.run("window.fetch = () => Promise.reject(new TypeError('Failed to fetch'))")
     browser.type("#prompt", "Hi\n")
     wait_for(lambda: "The server does not answer" in _text(browser, ".error"), "the error")
 
 
-def _open_page(door: OpenAiServer, browser: Browser) -> None:
-    browser.open(door.url + "/")
+def _open_page(api: OpenAiServer, browser: Browser) -> None:
+    browser.open(api.url + "/")
     wait_for(lambda: browser.run("return document.getElementById('model').value") == "tiny-chat", "models")
 
 

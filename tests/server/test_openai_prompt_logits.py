@@ -23,12 +23,12 @@ def asking(*prompts: list[int], **more: Any) -> dict[str, Any]:
     return {**body, "echo": True, "logprobs": 3, **more}
 
 
-def held(door: OpenAiServer) -> float:
-    return door.metric("prompt_logits_bytes")
+def held(api: OpenAiServer) -> float:
+    return api.metric("prompt_logits_bytes")
 
 
-def waiting(door: OpenAiServer) -> float:
-    return door.metric("prompt_logits_waiting")
+def waiting(api: OpenAiServer) -> float:
+    return api.metric("prompt_logits_waiting")
 
 
 def alike(one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -41,33 +41,33 @@ def alike(one: dict[str, Any], other: dict[str, Any]) -> None:
         assert max(mine.values()) == pytest.approx(max(others.values()), abs=1e-3)
 
 
-def test_many_prompts_get_the_answers_of_one_at_a_time_within_the_bound(door: OpenAiServer) -> None:
+def test_many_prompts_get_the_answers_of_one_at_a_time_within_the_bound(api: OpenAiServer) -> None:
     prompts = [prompt(n, 40 + 9 * n) for n in range(16)]
     assert sum(map(len, prompts)) * BYTES > 3 * (LOGITS_MIB << 20)
-    _, _, together = door.call("/v1/completions", asking(*prompts))
-    assert (LOGITS_MIB << 19) < door.metric("prompt_logits_peak_bytes") <= LOGITS_MIB << 20
-    assert (held(door), waiting(door)) == (0.0, 0.0)
+    _, _, together = api.call("/v1/completions", asking(*prompts))
+    assert (LOGITS_MIB << 19) < api.metric("prompt_logits_peak_bytes") <= LOGITS_MIB << 20
+    assert (held(api), waiting(api)) == (0.0, 0.0)
     for ids, choice in zip(prompts[::3], together["choices"][::3], strict=True):
         assert len(choice["logprobs"]["tokens"]) == len(ids) + 2
-        alike(choice, door.call("/v1/completions", asking(ids))[2]["choices"][0])
+        alike(choice, api.call("/v1/completions", asking(ids))[2]["choices"][0])
     # A prompt that is larger than the bound goes alone.
     tokens = (LOGITS_MIB << 20) // BYTES + 9
-    _, _, answer = door.call("/v1/completions", asking(prompt(1, tokens), n=3))
+    _, _, answer = api.call("/v1/completions", asking(prompt(1, tokens), n=3))
     first, *others = answer["choices"]
     for choice in others:
         alike(choice, first)
-    assert door.metric("prompt_logits_peak_bytes") == tokens * BYTES  # alone, and once for all three
+    assert api.metric("prompt_logits_peak_bytes") == tokens * BYTES  # alone, and once for all three
 
 
 @pytest.mark.parametrize("more", [{"echo": True, "logprobs": 20}, {"prompt_logprobs": 20}], ids=str)
 def test_what_all_answers_repeat_of_their_prompt_is_held_once(
-    door: OpenAiServer, more: dict[str, Any]
+    api: OpenAiServer, more: dict[str, Any]
 ) -> None:
     """Together they are 50 and 90 MB, which a client could leave unread."""
-    (worker,) = door.workers()
+    (worker,) = api.workers()
     body = {"prompt": prompt(1, 500), "max_tokens": 1, "n": 128, **more}
     before = worker.memory_info().rss
-    with door.opened("/v1/completions", body) as answer:
+    with api.opened("/v1/completions", body) as answer:
         time.sleep(1.0)
         grown = worker.memory_info().rss - before
         first, *others = json.loads(answer.read())["choices"]
@@ -79,9 +79,9 @@ def test_what_all_answers_repeat_of_their_prompt_is_held_once(
 
 
 @contextlib.contextmanager
-def engine_held(door: OpenAiServer) -> Iterator[None]:
+def engine_held(api: OpenAiServer) -> Iterator[None]:
     """The engine answers nothing meanwhile, so that what has room for its logits keeps it."""
-    engine = door.engine()
+    engine = api.engine()
     engine.suspend()
     try:
         yield
@@ -89,10 +89,10 @@ def engine_held(door: OpenAiServer) -> Iterator[None]:
         engine.resume()
 
 
-def test_a_wait_for_room_ends_when_it_was_asked_to(door: OpenAiServer) -> None:
-    with engine_held(door), door.asked("/v1/completions", asking(prompt(1, 400))):
-        wait_for(lambda: held(door) == 400 * BYTES, "room for the first")
+def test_a_wait_for_room_ends_when_it_was_asked_to(api: OpenAiServer) -> None:
+    with engine_held(api), api.asked("/v1/completions", asking(prompt(1, 400))):
+        wait_for(lambda: held(api) == 400 * BYTES, "room for the first")
         late = asking(prompt(2, 400), queue_timeout=0.2)
-        status, message, _, code = door.error("/v1/completions", late)
+        status, message, _, code = api.error("/v1/completions", late)
         assert (status, code) == (503, "queue_timeout") and "room" in message
-    wait_for(lambda: held(door) == 0, "all room to be free")
+    wait_for(lambda: held(api) == 0, "all room to be free")

@@ -274,7 +274,7 @@ def test_a_conversation_that_the_server_keeps(scripted: OpenAiServer) -> None:
         assert "input[1].type is" in str(refused.value)
 
 
-def test_without_the_option(door: OpenAiServer) -> None:
+def test_without_the_option(api: OpenAiServer) -> None:
     for path in ("/v1/responses/resp_1", "/v1/responses/resp_1/input_items"):
-        status, message, _, _ = door.error(path)
+        status, message, _, _ = api.error(path)
         assert status == 404 and "--store-mib" in message

@@ -102,7 +102,7 @@ def test_calls_that_the_model_chose(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("behind", ["", CALL[:-20], CALL, " Done."])
-def test_an_answer_with_one_call_ends_with_it(door: OpenAiServer, behind: str) -> None:
+def test_an_answer_with_one_call_ends_with_it(api: OpenAiServer, behind: str) -> None:
     """Whatever the model would say behind it, which would take its 900 tokens. What is told of tokens is the
     same both ways."""
     grammar = f"root ::= {json.dumps(f'Hm.{CALL}{behind}')} [a-z]{{2000}}"
@@ -111,17 +111,17 @@ def test_an_answer_with_one_call_ends_with_it(door: OpenAiServer, behind: str) -
         **{"structured_outputs": {"grammar": grammar}, "temperature": 0.0},
         **{"return_token_ids": True, "logprobs": True},
     }
-    ended = door.metric(CANCELLED)
-    (choice,), usage = (answer := door.call("/v1/chat/completions", body)[2])["choices"], answer["usage"]
+    ended = api.metric(CANCELLED)
+    (choice,), usage = (answer := api.call("/v1/chat/completions", body)[2])["choices"], answer["usage"]
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "Hm."
     (call,) = choice["message"]["tool_calls"]
     assert call["function"]["arguments"] == '{"city": "Ulm"}'
     ids, probs = choice["token_ids"], choice["logprobs"]["content"]
-    said = door.call("/detokenize", {"tokens": ids})[2]["prompt"]
+    said = api.call("/detokenize", {"tokens": ids})[2]["prompt"]
     assert f"Hm.{CALL}".startswith(said) and said.rstrip("}").endswith('"Ulm"')
     assert usage["completion_tokens"] == len(ids) == len(probs)
     streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    *parts, last = events(door.call("/v1/chat/completions", streamed)[2])
+    *parts, last = events(api.call("/v1/chat/completions", streamed)[2])
     assert last["usage"]["completion_tokens"] == usage["completion_tokens"]
     found = [part["choices"][0] for part in parts]
     assert [i for part in found for i in part["token_ids"]] == ids
@@ -129,12 +129,12 @@ def test_an_answer_with_one_call_ends_with_it(door: OpenAiServer, behind: str) -
     assert [one["token"] for some in told for one in some] == [one["token"] for one in probs]
     wanted = {key: body[key] for key in ("structured_outputs", "parallel_tool_calls", "temperature")}
     wanted |= {"input": "Paris?", "tools": [{"type": "function", "name": "weather", **PLACE}]}
-    response = door.call("/v1/responses", {**wanted, "max_output_tokens": 900})[2]
+    response = api.call("/v1/responses", {**wanted, "max_output_tokens": 900})[2]
     assert [item["type"] for item in response["output"]] == ["message", "function_call"]
     streamed = {**wanted, "max_output_tokens": 900, "stream": True}
-    final = door.call("/v1/responses", streamed)[2].strip().rpartition("\ndata: ")[2]
+    final = api.call("/v1/responses", streamed)[2].strip().rpartition("\ndata: ")[2]
     assert json.loads(final)["response"]["usage"]["output_tokens"] == response["usage"]["output_tokens"]
-    assert door.metric(CANCELLED) == ended + 4
+    assert api.metric(CANCELLED) == ended + 4
 
 
 @pytest.mark.parametrize("word", ['"Ulm"', "</tool_call>"])
@@ -170,7 +170,7 @@ def test_strict_calls_that_the_model_chose(client: openai.OpenAI, seed: int) -> 
     assert not free.choices[0].message.tool_calls
 
 
-def test_strict_functions_leave_text_as_it_is(client: openai.OpenAI, door: OpenAiServer) -> None:
+def test_strict_functions_leave_text_as_it_is(client: openai.OpenAI, api: OpenAiServer) -> None:
     loose = {**WEATHER, "function": {**WEATHER["function"], "strict": False}}
     free, strict = (ask(client, tools=[tool], max_tokens=16) for tool in (loose, WEATHER))
     assert strict.choices[0].message.content == free.choices[0].message.content
@@ -181,16 +181,16 @@ def test_strict_functions_leave_text_as_it_is(client: openai.OpenAI, door: OpenA
         "logit_bias": {str(CALL_TOKEN): 100},
         "max_output_tokens": 400,
     }
-    found = door.call("/v1/responses", {**body, "parallel_tool_calls": False})[2]["output"]
+    found = api.call("/v1/responses", {**body, "parallel_tool_calls": False})[2]["output"]
     assert [item["type"] for item in found] == ["function_call"]
     check_weather(found[0]["arguments"])
 
 
-def test_tools_that_may_not_be_called(client: openai.OpenAI, door: OpenAiServer) -> None:
+def test_tools_that_may_not_be_called(client: openai.OpenAI, api: OpenAiServer) -> None:
     """The model is not told of them, so the prompt is another one, and its text is content."""
     answer = ask(client, tools=[WEATHER], tool_choice="none", extra_body=saying(CALL))
     assert (answer.choices[0].message.content, answer.choices[0].message.tool_calls) == (CALL, None)
-    shown = door.call("/tokenize", {"messages": ASK, "tools": [WEATHER]})[2]["count"]
+    shown = api.call("/tokenize", {"messages": ASK, "tools": [WEATHER]})[2]["count"]
     assert answer.usage.prompt_tokens < shown - 50
 
 
@@ -232,13 +232,13 @@ def test_guided_answers(client: openai.OpenAI, stream: bool) -> None:
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_calls_that_the_model_chose_beside_a_response_format(
-    client: openai.OpenAI, door: OpenAiServer, strict: bool
+    client: openai.OpenAI, api: OpenAiServer, strict: bool
 ) -> None:
     """Agents with typed answers send both: the model calls functions until it writes the answer."""
     tool = {**WEATHER, "function": {**WEATHER["function"], "strict": strict}}
     more: dict[str, Any] = {"tools": [tool], "response_format": openai_format(Animal)}
     opening: dict[str, Any] = {"logit_bias": {str(CALL_TOKEN): 100}, "parallel_tool_calls": False}
-    (brace,) = door.call("/tokenize", {"prompt": "{", "add_special_tokens": False})[2]["tokens"]
+    (brace,) = api.call("/tokenize", {"prompt": "{", "add_special_tokens": False})[2]["tokens"]
     answering = {"logit_bias": {str(brace): 100}}
     content, calls, finish = both(client, **more, **answering)
     assert Animal.model_validate_json(content).legs == 4 and (calls, finish) == ([], "stop")
@@ -251,7 +251,7 @@ def test_calls_that_the_model_chose_beside_a_response_format(
     flat = {"type": "function", "name": "weather", "strict": strict, **PLACE}
     body = {"input": "Paris?", "tools": [flat], "text": form, "max_output_tokens": 400}
     for also, kind in ((answering, "message"), (opening, "function_call")):
-        found = door.call("/v1/responses", {**body, **also})[2]["output"]
+        found = api.call("/v1/responses", {**body, **also})[2]["output"]
         assert [item["type"] for item in found] == [kind]
 
 

@@ -59,7 +59,7 @@ def check_files(
         assert "aten::embedding" in names, f"{file} has no step"
 
 
-def test_traces_are_off_unless_they_are_allowed(door: OpenAiServer) -> None:
-    assert door.error("/start_profile", {})[:2] == (
+def test_traces_are_off_unless_they_are_allowed(api: OpenAiServer) -> None:
+    assert api.error("/start_profile", {})[:2] == (
         404, "there is no /start_profile: this server was started without the knob profile_dir",
     )  # fmt: skip

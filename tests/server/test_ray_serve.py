@@ -42,7 +42,7 @@ class Cluster:
         knobs = ["device=cpu", "max_num_seqs=1", "max_tokens_in_paged_kv_cache=4096"]
         options = Options(
             model="bundled", arguments=["--set", *knobs], gpus=0, cpus=0, resources={"room": 1},
-            max_servers=2, waiting_per_server=2, upscale_delay_s=1, door_resources={"head": 0.1},
+            max_servers=2, waiting_per_server=2, upscale_delay_s=1, api_resources={"head": 0.1},
         )  # fmt: skip
         serve.run(app(options), route_prefix="/")
 

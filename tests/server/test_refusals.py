@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the models of Triton's door refuse: the input, words of the error. What comes after them goes on.
+"""What the models of Triton's API refuse: the input, words of the error. What comes after them goes on.
 
 Statuses of its endpoints are in test_contract_errors.py, names and values of tensors in
 tests/unit/test_requests.py and test_preprocessing.py, and what the OpenAI API refuses in

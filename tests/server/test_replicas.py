@@ -21,7 +21,7 @@ from asking import inputs, stop_request
 from contract import encode, flag, ids_request
 from metering import Shown, metrics_port_open, shown, shown_once
 from prometheus_client.parser import text_string_to_metric_families
-from running import TIMEOUT_S, BothDoors, Server, both_running, build_repository, wait_for
+from running import TIMEOUT_S, BothApis, Server, both_running, build_repository, wait_for
 
 from flashinfer_backend.transport.records import read_engine
 
@@ -39,7 +39,7 @@ def context(seed: int, tokens: int = 800) -> str:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothDoors]:
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothApis]:
     folder = tmp_path_factory.mktemp("replicas")
     with both_running(build_repository(folder, "replicas=2"), folder) as server:
         wait_for(lambda: metrics_port_open(server), "the metrics port")
@@ -111,7 +111,7 @@ class Stream:
         self._thread.join(TIMEOUT_S)
 
 
-def test_a_prefix_stays_with_its_engine_and_prompts_without_one_spread(two: BothDoors) -> None:
+def test_a_prefix_stays_with_its_engine_and_prompts_without_one_spread(two: BothApis) -> None:
     before = idle(two)
     texts = [context(seed) for seed in range(4)]
     for text in texts:
@@ -131,7 +131,7 @@ def test_a_prefix_stays_with_its_engine_and_prompts_without_one_spread(two: Both
     assert all(0.7 * each < hit < each for each, hit in zip(tokens, hits, strict=True)), (tokens, hits)
 
 
-def test_both_doors_know_what_an_engine_has(two: BothDoors) -> None:
+def test_both_apis_know_what_an_engine_has(two: BothApis) -> None:
     text = context(10)
     assert reused(two, text) == 0
     for _ in range(3):
@@ -144,7 +144,7 @@ def test_both_doors_know_what_an_engine_has(two: BothDoors) -> None:
     assert reused(two, shared) >= len(encode(shared)) // BLOCK - 1
 
 
-def test_metrics_have_the_engine_as_a_label(two: BothDoors) -> None:
+def test_metrics_have_the_engine_as_a_label(two: BothApis) -> None:
     two.text("Once upon a time", 2)
     now = idle(two)
     assert by_engine(now, "flashinfer_backend_engine_up") == [1, 1]
@@ -159,7 +159,7 @@ def test_metrics_have_the_engine_as_a_label(two: BothDoors) -> None:
         assert f'engine_blocks_total{{engine="{number}"}} 2048.0' in body
 
 
-def test_a_request_router_reads_sums_over_the_engines(two: BothDoors) -> None:
+def test_a_request_router_reads_sums_over_the_engines(two: BothApis) -> None:
     """As llm-d's router does (engine type triton-tensorrt-llm): one series of each."""
 
     def read(name: str, label: str, value: str) -> float:
@@ -186,7 +186,7 @@ def test_a_request_router_reads_sums_over_the_engines(two: BothDoors) -> None:
             stream.leave()
 
 
-def test_a_stop_request_reaches_the_engine_of_its_request(two: BothDoors) -> None:
+def test_a_stop_request_reaches_the_engine_of_its_request(two: BothApis) -> None:
     idle(two)
     got: queue.Queue[tuple[str, str]] = queue.Queue()
 
@@ -211,7 +211,7 @@ def test_a_stop_request_reaches_the_engine_of_its_request(two: BothDoors) -> Non
     wait_for(lambda: active(shown(two)) == [0, 0], "idle engines")
 
 
-def test_sequences_of_one_prompt_share_its_blocks(two: BothDoors) -> None:
+def test_sequences_of_one_prompt_share_its_blocks(two: BothApis) -> None:
     body = {"model": "bundled", "prompt": context(20), "max_tokens": 2, "n": 6}
     hits = "flashinfer_backend_prefix_cache_hit_tokens_total"
     before = by_engine(idle(two), hits)
@@ -222,7 +222,7 @@ def test_sequences_of_one_prompt_share_its_blocks(two: BothDoors) -> None:
     assert sorted(gained)[0] == 0 and sorted(gained)[1] >= 5 * 768
 
 
-def test_a_killed_engine_harms_its_own_requests_only_and_comes_back(two: BothDoors) -> None:
+def test_a_killed_engine_harms_its_own_requests_only_and_comes_back(two: BothApis) -> None:
     idle(two)
     tritonserver = [process.pid for process in two.matching("bin/tritonserver ")]
     streams = []
@@ -258,7 +258,7 @@ def test_a_killed_engine_harms_its_own_requests_only_and_comes_back(two: BothDoo
     assert reused(two, text) == 0 and reused(two, text) > 0
 
 
-def test_both_engines_end_with_the_server(two: BothDoors) -> None:
+def test_both_engines_end_with_the_server(two: BothApis) -> None:
     running = [psutil.Process(pid) for pid in pids(two)]
     assert two.interrupt() == 0
     wait_for(lambda: not two.leftovers(), "nothing to be left")

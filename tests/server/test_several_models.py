@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three models in one server: each by its name through both doors, each with an engine of its own."""
+"""Three models in one server: each by its name through both APIs, each with an engine of its own."""
 
 import json
 import shutil
@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 import pytest
-from running import BothDoors, both_running, build_repository, wait_for
+from running import BothApis, both_running, build_repository, wait_for
 
 from checkpoints import make_checkpoint
 from client.ready import first_ensemble
@@ -24,7 +24,7 @@ NAMES = ["chat", "tale", "code", "search"]  # as /v1/models lists them: tale is 
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothDoors]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothApis]:
     folder, bundled = tmp_path_factory.mktemp("several"), resolve_model_dir("bundled")
     code = make_checkpoint("qwen3", folder / "code", vocab_size=2048)
     for file in ("tokenizer.json", "tokenizer_config.json"):
@@ -44,19 +44,19 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothDoors]:
         yield started
 
 
-def asked(server: BothDoors, path: str, body: dict[str, Any], status: int = 200) -> Any:
+def asked(server: BothApis, path: str, body: dict[str, Any], status: int = 200) -> Any:
     found, text = server.openai(path, body)
     assert found == status, text
     return json.loads(text)
 
 
-def completion(server: BothDoors, model: str) -> str:
+def completion(server: BothApis, model: str) -> str:
     answer = asked(server, "/v1/completions", {"model": model, "prompt": PROMPT, **ASKED})
     assert answer["model"] == model
     return str(answer["choices"][0]["text"])
 
 
-def chats(server: BothDoors, model: str) -> set[str]:
+def chats(server: BothApis, model: str) -> set[str]:
     """What a model says to the same chat on each path for chats."""
     chat = asked(server, "/v1/chat/completions", {"model": model, **CHAT})
     message = asked(server, "/v1/messages", {"model": model, **CHAT})
@@ -67,7 +67,7 @@ def chats(server: BothDoors, model: str) -> set[str]:
     return {texts[0]["content"], texts[1]["text"], texts[2]["text"]}
 
 
-def test_each_model_answers_by_its_name_through_both_doors(server: BothDoors) -> None:
+def test_each_model_answers_by_its_name_through_both_apis(server: BothApis) -> None:
     _, listed = server.openai("/v1/models")
     entries = {entry["id"]: entry for entry in json.loads(listed)["data"]}
     assert list(entries) == NAMES
@@ -92,7 +92,7 @@ def test_each_model_answers_by_its_name_through_both_doors(server: BothDoors) ->
     ],
 )
 def test_an_unknown_model_is_refused_with_the_names_of_all(
-    server: BothDoors, path: str, body: dict[str, Any]
+    server: BothApis, path: str, body: dict[str, Any]
 ) -> None:
     error = asked(server, path, {"model": "other", **body}, 404)["error"]
     assert error["message"] == f"The model `other` does not exist; this server has {', '.join(NAMES)}"
@@ -101,11 +101,11 @@ def test_an_unknown_model_is_refused_with_the_names_of_all(
     assert error["message"] == f"model is missing; this server has {', '.join(NAMES)}"
 
 
-def test_an_unknown_model_is_listed_nowhere(server: BothDoors) -> None:
+def test_an_unknown_model_is_listed_nowhere(server: BothApis) -> None:
     assert server.openai("/v1/models/other")[0] == 404
 
 
-def test_adapters_are_loaded_for_the_model_that_takes_some(server: BothDoors) -> None:
+def test_adapters_are_loaded_for_the_model_that_takes_some(server: BothApis) -> None:
     load = {"lora_name": "late", "lora_path": "late"}
     refused = asked(server, "/v1/load_lora_adapter", {**load, "model": "code"}, 400)
     assert "code was built without max_loras" in refused["error"]["message"]
@@ -119,7 +119,7 @@ def test_adapters_are_loaded_for_the_model_that_takes_some(server: BothDoors) ->
     asked(server, "/v1/completions", {"model": "late", "prompt": PROMPT}, 404)
 
 
-def test_metrics_have_a_series_of_each_model_and_sums_for_routers(server: BothDoors) -> None:
+def test_metrics_have_a_series_of_each_model_and_sums_for_routers(server: BothApis) -> None:
     for name in ("chat", "code"):
         completion(server, name)
     text = server.openai("/metrics")[1]
@@ -136,7 +136,7 @@ def test_metrics_have_a_series_of_each_model_and_sums_for_routers(server: BothDo
     assert len([key for key in series if key.startswith("vllm:lora_requests_info")]) == 1
 
 
-def test_serve_the_probe_and_the_clients_name_all_models(server: BothDoors) -> None:
+def test_serve_the_probe_and_the_clients_name_all_models(server: BothApis) -> None:
     ready = server.log.partition("\nReady. Try:\n")[2]
     for name in ("chat", "code", "search"):
         assert f"{server.url}/v2/models/{name}/generate_stream" in ready
@@ -146,7 +146,7 @@ def test_serve_the_probe_and_the_clients_name_all_models(server: BothDoors) -> N
     assert "nothing does not generate" in problem(server.url, "nothing", 60)
 
 
-def test_a_model_goes_on_while_the_engine_of_another_is_started_again(server: BothDoors) -> None:
+def test_a_model_goes_on_while_the_engine_of_another_is_started_again(server: BothApis) -> None:
     (record,) = server.runs.glob("flashinfer-backend-*/*-code_llm/engine.json")
     pid = json.loads(record.read_text())["pid"]
     tritonserver = server.matching("tritonserver")[0].pid

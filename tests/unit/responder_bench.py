@@ -13,7 +13,7 @@ from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.transport import protocol
 from flashinfer_backend.triton_server.requests import Row
 from flashinfer_backend.triton_server.responder import Responder
-from flashinfer_backend.triton_server.sequence import OpenRequest, Place, Sequence
+from flashinfer_backend.triton_server.sequence import OpenRequest, ResponseIndices, Sequence
 from waiting import wait_for
 
 TIMEOUT_S = 120
@@ -103,8 +103,8 @@ class Bench:
             sender, request_id, OUTPUTS, any(row.params.asks_for_logits for row in rows)
         )
         for index, row in enumerate(rows):
-            place = Place(batch_index=index if len(rows) > 1 else None)
-            request.sequences.append(Sequence(request, row, place, schedule))
+            indices = ResponseIndices(batch_index=index if len(rows) > 1 else None)
+            request.sequences.append(Sequence(request, row, indices, schedule))
             request.sequences[-1].handle = 100 + index
         request.remaining = len(rows)
         return sender, request

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every field of both doors that takes text, a list or an object has a bound, and the bound is kept. The
+"""Every field of both APIs that takes text, a list or an object has a bound, and the bound is kept. The
 fields are those of the bodies' structs and of the models' config.pbtxt."""
 
 import json

@@ -33,7 +33,7 @@ from flashinfer_backend.models import upload, weights
 from flashinfer_backend.models.hf import read_spec
 from flashinfer_backend.models.safetensors_file import Header
 from flashinfer_backend.models.transformer import Recurrent, Stream, Transformer
-from flashinfer_backend.models.upload import Place, Uploader
+from flashinfer_backend.models.upload import FileRange, Uploader
 from flashinfer_backend.models.weights import WeightsError, load_weights
 from flashinfer_backend.ops import torch_ops
 from flashinfer_backend.ops.torch_delta import DeltaRows
@@ -91,12 +91,12 @@ def counting(call: Callable[..., Any], calls: dict[str, int], name: str) -> Call
     return counted
 
 
-def places(path: Path, tensors: dict[str, Tensor]) -> list[Place]:
+def places(path: Path, tensors: dict[str, Tensor]) -> list[FileRange]:
     """Of tensors that are written to this file."""
     save_file(tensors, path)
     header = Header(path)
     cuts = {name: (slice(None),) * tensor.dim() for name, tensor in tensors.items()}
-    return [Place(path, *header.find(name, cuts[name]), tensor.dtype) for name, tensor in tensors.items()]
+    return [FileRange(path, *header.find(name, cuts[name]), tensor.dtype) for name, tensor in tensors.items()]
 
 
 @pytest.mark.parametrize("chunk", [1000, 1 << 20])

@@ -40,7 +40,7 @@ def options(folder: Path) -> WorkerOptions:
         receive_s=60,
         drain_s=0,
         metrics_dir=str(folder / "metrics"),
-        doors=str(folder),
+        apis=str(folder),
     )
 
 

@@ -137,9 +137,9 @@ def test_a_started_server_is_recorded_with_its_settings(tmp_path, model_dir, mon
     assert "VLLM_CACHE_ROOT" not in peer["environment"]
     assert not any(word in str(peer) for word in ("private", "secret", "/home/me"))
     assert "--api-server-count" in peer["flags"] and peer["environment"]["VLLM_USE_FLASHINFER_SAMPLER"] == "1"
-    door = found.settings(row, servers["ours-openai"], started)
-    assert (door["knobs"], door["profile"]) == (ours["knobs"], ours["profile"])
-    assert door["flags"] == "--workers 4" and door["environment"] == {}
+    api = found.settings(row, servers["ours-openai"], started)
+    assert (api["knobs"], api["profile"]) == (ours["knobs"], ours["profile"])
+    assert api["flags"] == "--workers 4" and api["environment"] == {}
     assert ours["flags"] == "" and "--attention-backend fa3 " in other["flags"] and other["environment"] == {}
     assert {each["load_format"] for each in (ours, peer, other)} == {"dummy"}
     running = found.settings(row, servers["ours"], Running("http://127.0.0.1:1", None, "1"))

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from flashinfer_backend.core.gate import Gate, Place
+from flashinfer_backend.core.gate import Gate, Ticket
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.openai.errors import ApiError
@@ -44,10 +44,10 @@ class Places:
         self.seen: list[tuple[int, int]] = []
         self.gate = Gate(100, lambda held, waiting: self.seen.append((held, waiting)), most_waiting)
 
-    def enter(self, name: str, size: int, priority: int = 0) -> Place:
-        place = Place(size, priority, lambda: self.started.append(name))
-        assert self.gate.enter(place)
-        return place
+    def enter(self, name: str, size: int, priority: int = 0) -> Ticket:
+        ticket = Ticket(size, priority, lambda: self.started.append(name))
+        assert self.gate.enter(ticket)
+        return ticket
 
 
 def test_who_waits_goes_in_by_priority_and_then_by_arrival() -> None:
@@ -73,7 +73,7 @@ def test_who_leaves_together_lets_in_none_of_themselves() -> None:
     places = Places()
     first, second, third = (places.enter(name, 100) for name in ("first", "second", "third"))
     places.enter("last", 100)
-    places.gate.leave(first, second, third, Place(1, 0, lambda: None))
+    places.gate.leave(first, second, third, Ticket(1, 0, lambda: None))
     assert places.started == ["first", "last"] and places.seen[-1] == (100, 0) == (100, places.gate.waiting)
 
 
@@ -99,7 +99,7 @@ def test_too_many_that_wait_are_refused() -> None:
     places = Places(most_waiting=2)
     for name in ("in", "one", "two"):
         places.enter(name, 100)
-    assert not places.gate.enter(Place(1, 0, lambda: None))
+    assert not places.gate.enter(Ticket(1, 0, lambda: None))
 
 
 class Sent:
@@ -223,9 +223,9 @@ def test_log_probs_of_a_prompt_are_kept_packed() -> None:
     assert answer["token_logprobs"][0] is None and answer["top_logprobs"][0] is None
     chosen = exact[np.arange(tokens - 1), prompt[1:]]
     np.testing.assert_allclose(answer["token_logprobs"][1:], chosen, atol=1e-6)
-    for place, (token, begin) in enumerate(zip(answer["tokens"], answer["text_offset"], strict=True)):
-        assert begin == len(DECODER.delta([], prompt[:place].tolist(), last=False))
-        assert token == DECODER.piece(int(prompt[place])).decode(errors="replace")
+    for ticket, (token, begin) in enumerate(zip(answer["tokens"], answer["text_offset"], strict=True)):
+        assert begin == len(DECODER.delta([], prompt[:ticket].tolist(), last=False))
+        assert token == DECODER.piece(int(prompt[ticket])).decode(errors="replace")
     for best, values in zip(answer["top_logprobs"][1:], exact, strict=False):
         assert max(best.values()) == pytest.approx(values.max(), abs=1e-6) and len(best) <= 21
 

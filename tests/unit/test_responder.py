@@ -28,7 +28,7 @@ from flashinfer_backend.triton_server.responder import (
     MOST_UNSENT_BYTES,
     SENDER_THREADS,
 )
-from flashinfer_backend.triton_server.sequence import Place, Sequence
+from flashinfer_backend.triton_server.sequence import ResponseIndices, Sequence
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +181,7 @@ def test_what_is_reported_of_an_id_that_is_held_back_goes_out_with_it() -> None:
     """An id that may begin a stop word waits for the next chunk; so does its log probability."""
     asking = msgspec.structs.replace(row().params, log_probs=True)
     request: Any = SimpleNamespace()
-    sequence = Sequence(request, dataclasses.replace(row(), params=asking), Place(), lambda _: None)
+    sequence = Sequence(request, dataclasses.replace(row(), params=asking), ResponseIndices(), lambda _: None)
     matcher = SimpleNamespace(held=1, feed=lambda ids: None)
     sequence._matcher = matcher  # type: ignore[assignment]
 
@@ -442,7 +442,7 @@ def test_a_stream_holds_back_what_may_begin_a_word(tokenizer: TextTokenizer) -> 
     params = SamplingParams(max_tokens=50, stop_sequences=[word])
     wanted = Row(np.array([7], np.int32), params, streaming=True, exclude_stop_words=True)
     nobody: Any = None
-    sequence = Sequence(nobody, wanted, Place(), lambda _: None)
+    sequence = Sequence(nobody, wanted, ResponseIndices(), lambda _: None)
     assert sequence.match_stop_words(DeltaDecoder(tokenizer.backend)) == params
 
     def sent(token: int, code: int = protocol.RUNNING) -> list[int] | None:
@@ -463,7 +463,7 @@ def test_a_stopped_sequence_waits_for_the_engines_times(tokenizer: TextTokenizer
     request: Any = SimpleNamespace(cancel=asked.append)
     params = SamplingParams(max_tokens=50, perf_metrics=True)
     wanted = Row(np.array([7], np.int32), params, streaming=True, stop_words=[" town"])
-    sequence = Sequence(request, wanted, Place(), lambda _: None)
+    sequence = Sequence(request, wanted, ResponseIndices(), lambda _: None)
     sequence.handle = protocol.make_handle(1, 2)
     sequence.match_stop_words(DeltaDecoder(tokenizer.backend))
     (ids,) = tokenizer.encode_batch(["a town by"], False)
@@ -492,4 +492,4 @@ def test_words_that_stay_in_the_text_are_left_to_the_engine() -> None:
         (Row(np.array([7], np.int32), params, stop_words=["x"]), True),
         (Row(np.array([7], np.int32), SamplingParams(max_tokens=9), exclude_stop_words=True), False),
     ):
-        assert Sequence(nobody, wanted, Place(), lambda _: None).follows_text == follows
+        assert Sequence(nobody, wanted, ResponseIndices(), lambda _: None).follows_text == follows

@@ -11,7 +11,7 @@ from flashinfer_backend.worker.warm_up import FEATURES
 
 PACKAGE = Path(flashinfer_backend.__file__).parent
 ENGINE = ("engine", "scheduler", "sampling", "structured")
-DOORS = ("openai/sampling.py", "openai/embeddings.py", "triton_server/requests.py")
+APIS = ("openai/sampling.py", "openai/embeddings.py", "triton_server/requests.py")
 # Values that ask for something; None: nothing by itself.
 ASKING: dict[str, Any] = {
     "max_tokens": None,
@@ -74,10 +74,10 @@ def test_every_parameter_is_read_by_the_engine():
     assert set(SamplingParams.__struct_fields__) - read == set()
 
 
-def test_every_parameter_comes_from_a_door():
+def test_every_parameter_comes_from_a_api():
     given: set[str | None] = set()
-    for door in DOORS:
-        calls = [node for node in nodes(door) if isinstance(node, ast.Call)]
+    for api in APIS:
+        calls = [node for node in nodes(api) if isinstance(node, ast.Call)]
         (made,) = [call for call in calls if ast.unparse(call.func) == "SamplingParams"]
         given |= {keyword.arg for keyword in made.keywords}
     written = [

@@ -177,7 +177,7 @@ def test_steady_arrivals_are_not_spread_but_take_every_slot():
     for _ in range(clients):
         submit()
     rows = []
-    for _ in range(budget.GATHERING + 1500):
+    for _ in range(budget.BATCH_ARRIVAL_STEPS + 1500):
         plan = result.schedule(in_flight=False)
         rows.append(plan.num_decodes)
         for _ in range(finish(result, plan)):

@@ -20,7 +20,7 @@ from flashinfer_backend.launch import server_run
 from flashinfer_backend.launch.local_http import ask
 from flashinfer_backend.launch.postprocessing_watch import PostprocessingWatch
 from flashinfer_backend.transport import records, restarts, rundir
-from flashinfer_backend.transport.door_states import DoorState, read_door_states
+from flashinfer_backend.transport.api_states import ApiState, read_api_states
 from flashinfer_backend.transport.records import EngineRecord
 from flashinfer_backend.transport.stub_processes import Stub
 from ports import free_ports
@@ -236,7 +236,7 @@ sys.exit(watchdog.Watchdog(args, {}, address, port, Policy(drain_s=0), api, []).
 def test_a_server_that_cannot_be_started_for_a_while_is_started_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its door is said to be down meanwhile."""
+    """Its API is said to be down meanwhile."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     program, (port,), log = tmp_path / "tritonserver", free_ports(1), tmp_path / "log"
 
@@ -259,20 +259,20 @@ def test_a_server_that_cannot_be_started_for_a_while_is_started_later(
     with serving() as serve:
         try:
             wait_for(lambda: "Ready" in log.read_text())
-            doors = processes_dir(serve.pid)
-            assert read_door_states(doors) == {"triton": DoorState(up=True)}
+            apis = processes_dir(serve.pid)
+            assert read_api_states(apis) == {"triton": ApiState(up=True)}
             (server,) = psutil.Process(serve.pid).children()
             program.rename(tmp_path / "away")
             server.kill()
             wait_for(lambda: serve.poll() is not None or "cannot be started" in log.read_text())
             while log.read_text().count("cannot be started") < 4:
                 assert status() == 503
-            assert read_door_states(doors) == {"triton": DoorState(up=False, restarts=1)}
+            assert read_api_states(apis) == {"triton": ApiState(up=False, restarts=1)}
             (tmp_path / "away").rename(program)
             wait_for(lambda: status() == 200)
-            wait_for(lambda: read_door_states(doors) == {"triton": DoorState(up=True, restarts=1)})
+            wait_for(lambda: read_api_states(apis) == {"triton": ApiState(up=True, restarts=1)})
         finally:
             serve.terminate()
         assert serve.wait(120) == 0
-    assert not doors.exists() and read_door_states(doors) == {}
+    assert not apis.exists() and read_api_states(apis) == {}
     assert "Traceback" not in log.read_text()

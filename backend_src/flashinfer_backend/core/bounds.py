@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much one request may hold at either door, so that none keeps a process that serves all of them busy for
+"""How much one request may hold at either API, so that none keeps a process that serves all of them busy for
 seconds, or ends it.
 
 FIELDS has a row for each field that takes text, a list or an object: of the OpenAI API by its name in a body

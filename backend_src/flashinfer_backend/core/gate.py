@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(eq=False)
-class Place:
+class Ticket:
     """`size`: bytes. `priority`: smaller numbers come first, equal ones in order of arrival. `start` is
     called once there is room, perhaps before `enter` returns."""
 
@@ -32,46 +32,46 @@ class Gate:
         most_waiting: int | None = None,
     ) -> None:
         """most: bytes. changed: told of the bytes inside and of how many wait, when one of them changes.
-        most_waiting: places in the line, None: any number."""
+        most_waiting: tickets in the line, None: any number."""
         self._most, self._changed, self._most_waiting = most, changed, most_waiting
         self.held = 0  # bytes
-        self._waiting: list[Place] = []  # in their order
+        self._waiting: list[Ticket] = []  # in their order
         self._came = 0
 
     @property
     def waiting(self) -> int:
         return len(self._waiting)
 
-    def enter(self, place: Place) -> bool:
-        """Takes a place, or a place in the line. False: too many wait already."""
+    def enter(self, ticket: Ticket) -> bool:
+        """The ticket goes in, or into the line. False: too many wait already."""
         if self._most_waiting is not None and len(self._waiting) >= self._most_waiting:
             return False
         self._came += 1
-        place.waiting, place.number = True, self._came
-        bisect.insort(self._waiting, place, key=_turn)
+        ticket.waiting, ticket.number = True, self._came
+        bisect.insort(self._waiting, ticket, key=_turn)
         self._admit()
         return True
 
-    def leave(self, *places: Place) -> None:
-        """Gives places back, or places in the line: all of them before anybody else goes in. May be called
-        more than once, and of a place that never entered."""
-        for place in places:
-            if place.waiting:
-                del self._waiting[bisect.bisect_left(self._waiting, _turn(place), key=_turn)]
-            elif place.inside:
-                self.held -= place.size
-            place.waiting = place.inside = False
+    def leave(self, *tickets: Ticket) -> None:
+        """Gives tickets back, also from the line: all of them before another one goes in. May be called
+        more than once, and of a ticket that never entered."""
+        for ticket in tickets:
+            if ticket.waiting:
+                del self._waiting[bisect.bisect_left(self._waiting, _turn(ticket), key=_turn)]
+            elif ticket.inside:
+                self.held -= ticket.size
+            ticket.waiting = ticket.inside = False
         self._admit()
 
     def _admit(self) -> None:
         # None overtakes one that is too large for the room left: it might wait indefinitely.
         while self._waiting and (not self.held or self.held + self._waiting[0].size <= self._most):
-            place = self._waiting.pop(0)
-            place.waiting, place.inside = False, True
-            self.held += place.size
-            place.start()
+            ticket = self._waiting.pop(0)
+            ticket.waiting, ticket.inside = False, True
+            self.held += ticket.size
+            ticket.start()
         self._changed(self.held, len(self._waiting))
 
 
-def _turn(place: Place) -> tuple[int, int]:
-    return place.priority, place.number
+def _turn(ticket: Ticket) -> tuple[int, int]:
+    return ticket.priority, ticket.number

@@ -9,7 +9,7 @@ GRAMMAR_TYPES = ("json", "json_schema", "regex", "ebnf_grammar")
 CALLS_GUIDE = "calls"  # made by the OpenAI API: free text, and calls that match their schemas
 CHOICE_GUIDE = "choice"  # made by the OpenAI API: one of the texts in a list
 CONTENT = ""  # next to the functions' names: where such a guide has the schema of the content
-# The doors make 0 of a temperature below this: it picks the likeliest token anyway, and dividing by it would
+# The APIs make 0 of a temperature below this: it picks the likeliest token anyway, and dividing by it would
 # only overflow.
 GREEDY_TEMPERATURE = 1e-5
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from flashinfer_backend.core.deadlines import Deadlines
-from flashinfer_backend.core.gate import Gate, Place
+from flashinfer_backend.core.gate import Gate, Ticket
 from flashinfer_backend.core.request import Request
 from flashinfer_backend.core.sampling_params import SamplingParams
 
@@ -28,11 +28,11 @@ Stage = IntEnum("Stage", "WAITS_FOR_ROOM WAITS_FOR_TURN READY COMPUTING HELD")
 
 @dataclass(eq=False)
 class Entry:
-    """A request with its state: its places at the two gates, and whether `ready` has yielded it."""
+    """A request with its state: its tickets for the two gates, and whether `ready` has yielded it."""
 
     request: Request
-    room: Place
-    turn: Place  # only taken by one that wants the logits of its prompt
+    room: Ticket
+    turn: Ticket  # only taken by one that wants the logits of its prompt
     taken: bool = False
 
     @property
@@ -88,9 +88,9 @@ class LogitsRoom:
         """Lets a request in, at once or when there is room: by priority, then by arrival. It must not want
         more than there is in all."""
         row, prompt, params = 4 * self._vocab_size, len(request.prompt), request.params
-        turn = Place(row * prompt, request.priority, lambda: self._start(request.handle))
+        turn = Ticket(row * prompt, request.priority, lambda: self._start(request.handle))
         start = (lambda: self._turns.enter(turn)) if params.context_logits else turn.start
-        room = Place(row * params.logits_rows(prompt, request.max_new), request.priority, start)
+        room = Ticket(row * params.logits_rows(prompt, request.max_new), request.priority, start)
         self._entries[request.handle] = Entry(request, room, turn)
         self._deadlines.add(request)
         self._room.enter(room)

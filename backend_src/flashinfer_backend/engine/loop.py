@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 STEP_POLL_MS = 2  # how soon it is seen that a step with prompts has ended before it was expected to
 DECODE_POLL_MS = 10  # the same of other steps, whose time hardly changes from one to the next
 # Messages are taken in for this share of the time since the last ones were, also when a step is due. Else
-# long steps would leave the loop behind: it took in ten a step, and doors can send thousands a second.
+# long steps would leave the loop behind: it took in ten a step, and APIs can send thousands a second.
 RECEIVE_SHARE = 0.25
 
 

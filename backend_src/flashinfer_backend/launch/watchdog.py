@@ -22,7 +22,7 @@ from flashinfer_backend.launch.environments import remove_environments
 from flashinfer_backend.launch.openai_api import OpenAiApi
 from flashinfer_backend.launch.server_run import ERRORS_S, TICK_S, Policy, ServerRun
 from flashinfer_backend.transport.addresses import Address, reachable_at
-from flashinfer_backend.transport.door_states import OPENAI, TRITON, DoorStates
+from flashinfer_backend.transport.api_states import OPENAI, TRITON, ApiStates
 from flashinfer_backend.transport.keeper_handle import end_engines
 from flashinfer_backend.transport.maintenance_server import RESTARTING, maintenance_server
 from flashinfer_backend.transport.restarts import Restarts
@@ -69,9 +69,9 @@ class Watchdog:
             _say(f"the server's processes have no place to meet: {error}")
             return 1
         names = (TRITON,) if self._openai_api.port is None else (TRITON, OPENAI)
-        self._door_states = DoorStates(processes_dir(os.getpid()), names)
+        self._api_states = ApiStates(processes_dir(os.getpid()), names)
         try:
-            self._openai_api.start(partial(self._door_states.note, OPENAI))
+            self._openai_api.start(partial(self._api_states.note, OPENAI))
             while True:
                 remove_environments()
                 try:
@@ -90,7 +90,7 @@ class Watchdog:
                     server.stop(self._asked_at, STOPPING)
                     return 1 if self._openai_api.failed else 0
                 self._started_again += 1
-                self._door_states.note(TRITON, False, self._started_again)
+                self._api_states.note(TRITON, False, self._started_again)
                 if not self._was_ready and (why := server.gave_up()):
                     _say(why)
                     return abs(server.end()) or 1
@@ -103,7 +103,7 @@ class Watchdog:
         finally:
             self._maintenance.close()
             self._openai_api.close()
-            self._door_states.close()
+            self._api_states.close()
             counting.close()
             end_engines(run_dirs())
 
@@ -121,7 +121,7 @@ class Watchdog:
                 return reason
             if not server.ready_at and server.look_ready():
                 self._maintenance.close()
-                self._door_states.note(TRITON, True, self._started_again)
+                self._api_states.note(TRITON, True, self._started_again)
                 if self._was_ready:
                     _say("ready again")
                 else:

@@ -17,7 +17,7 @@ AHEAD = 10  # chunks that are read, or about to be, before they are asked for; o
 THREADS = 8
 
 
-class Place(NamedTuple):
+class FileRange(NamedTuple):
     """Bytes of a file, one or more, that are a tensor: `start` is the first one's number in the file."""
 
     path: Path
@@ -27,14 +27,14 @@ class Place(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    place: Place
+    tensor: FileRange
     offset: int  # of its first byte in the tensor
     nbytes: int
     last: bool  # of its tensor
 
 
 class Uploader:
-    """Brings the tensors at `places` to a device, in this order. Threads read chunks of what comes next into
+    """Brings the tensors at `tensors` to a device, in this order. Threads read chunks of what comes next into
     pinned buffers, also beyond the tensor that is asked for, so that neither they nor the device wait while
     something is done with a tensor.
 
@@ -44,10 +44,10 @@ class Uploader:
     would cost a page fault for each few pages, and what a disk cannot read would end the process.
     """
 
-    def __init__(self, device: torch.device, places: Iterable[Place]) -> None:
+    def __init__(self, device: torch.device, tensors: Iterable[FileRange]) -> None:
         self._device = device
         self._cuda = device.type == "cuda"
-        self._chunks = _chunks(places)
+        self._chunks = _chunks(tensors)
         self._reading: deque[tuple[_Chunk, int, Future[None]]] = deque()
         self._buffers = [torch.empty(CHUNK, dtype=torch.uint8, pin_memory=self._cuda) for _ in range(BUFFERS)]
         self._events = [torch.cuda.Event() for _ in range(BUFFERS)] if self._cuda else []
@@ -63,7 +63,7 @@ class Uploader:
         self._files.clear()
 
     def next(self) -> Tensor:
-        """The next place's tensor on the device, for work on the current stream.
+        """The next tensor on the device, for work on the current stream.
 
         Raises ValueError where its file ends too early and OSError where it cannot be read.
         """
@@ -73,7 +73,7 @@ class Uploader:
             chunk, buffer, read = self._reading.popleft()
             read.result()
             if result is None:  # not earlier: while others are read ahead, memory for one is enough
-                result = torch.empty(chunk.place.shape, dtype=chunk.place.dtype, device=self._device)
+                result = torch.empty(chunk.tensor.shape, dtype=chunk.tensor.dtype, device=self._device)
             into = result.view(-1).view(torch.uint8)[chunk.offset : chunk.offset + chunk.nbytes]
             self._send(buffer, self._buffers[buffer][: chunk.nbytes], into)
             if chunk.last:
@@ -99,12 +99,12 @@ class Uploader:
             buffer = self._take_buffer()
             into = self._buffers[buffer].numpy().data[: chunk.nbytes]
             try:
-                file = self._open(chunk.place.path)
+                file = self._open(chunk.tensor.path)
             except OSError as error:  # of this chunk, not of the tensor that is asked for now
                 read: Future[None] = Future()
                 read.set_exception(error)
             else:
-                read = self._threads.submit(_read, file, into, chunk.place.start + chunk.offset)
+                read = self._threads.submit(_read, file, into, chunk.tensor.start + chunk.offset)
             self._reading.append((chunk, buffer, read))
 
     def _open(self, path: Path) -> int:
@@ -126,12 +126,12 @@ class Uploader:
         self._free.append(buffer)
 
 
-def _chunks(places: Iterable[Place]) -> Iterator[_Chunk]:
-    for place in places:
-        size = torch.Size(place.shape).numel() * place.dtype.itemsize
+def _chunks(tensors: Iterable[FileRange]) -> Iterator[_Chunk]:
+    for tensor in tensors:
+        size = torch.Size(tensor.shape).numel() * tensor.dtype.itemsize
         for offset in range(0, size, CHUNK):
             end = min(size, offset + CHUNK)
-            yield _Chunk(place, offset, end - offset, last=end == size)
+            yield _Chunk(tensor, offset, end - offset, last=end == size)
 
 
 def _read(file: int, into: memoryview, start: int) -> None:

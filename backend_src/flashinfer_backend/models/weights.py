@@ -21,7 +21,7 @@ from flashinfer_backend.models.checkpoint_kind import ADAPTER_CONFIG, INDEX, SIN
 from flashinfer_backend.models.safetensors_file import Header, state
 from flashinfer_backend.models.spec import ModelSpec, Norm, Product
 from flashinfer_backend.models.transformer import AttentionLayer, DeltaLayer, Layer, Transformer
-from flashinfer_backend.models.upload import Place, Uploader
+from flashinfer_backend.models.upload import FileRange, Uploader
 from flashinfer_backend.ops import mxfp4
 from flashinfer_backend.ops.fp8 import E4M3
 from flashinfer_backend.ops.weight import ALL, BYTES, DENSE, FLOATS, Int4, Mxfp4, Stored, Weight, positive
@@ -340,7 +340,7 @@ class _Tensor(NamedTuple):
     target: Stored
     cut: tuple[slice, ...]
     nbytes: int  # of what is read
-    place: Place | None  # where that lies, for an Uploader
+    source: FileRange | None  # where that lies, for an Uploader
     state: tuple[int, int]  # of the file, when its header was read
 
 
@@ -380,10 +380,10 @@ def _find(model: Model, model_dir: Path, targets: dict[str, Stored]) -> list[_Te
                         f"{'' if says == 'dense' else f' (by its quantization_config: {says})'}"
                     )
                 cut = target.cut(shape)
-                nbytes, place = _nbytes(shape, cut, dtype), None
+                nbytes, source = _nbytes(shape, cut, dtype), None
                 if nbytes > SMALL and (bytes_of := header.find(name, cut)):
-                    place = Place(path, *bytes_of, stored[:0].dtype)
-                found[known] = _Tensor(path, name, target, cut, nbytes, place, header.state)
+                    source = FileRange(path, *bytes_of, stored[:0].dtype)
+                found[known] = _Tensor(path, name, target, cut, nbytes, source, header.state)
     if unexpected:
         packed = [name.rpartition(".")[0] for name in unexpected if name.endswith(PACKED)]
         dense = [module for module in packed if f"{spec.known_name(module)}.weight" in targets]
@@ -474,12 +474,12 @@ def _uploader(device: torch.device, tensors: list[_Tensor]) -> AbstractContextMa
     """None on a CPU: a tensor of the mapped file is copied where it belongs."""
     if device.type == "cpu":
         return nullcontext()
-    return closing(Uploader(device, [tensor.place for tensor in tensors if tensor.place]))
+    return closing(Uploader(device, [tensor.source for tensor in tensors if tensor.source]))
 
 
 def _value(mapped: Any, tensor: _Tensor, upload: Uploader | None) -> Tensor:
     """What is read of a tensor: on upload's device, or in the mapped file."""
-    if upload and tensor.place:
+    if upload and tensor.source:
         return upload.next()
     if not tensor.cut:  # get_slice takes no tensor of no dimensions
         return mapped.get_tensor(tensor.name)

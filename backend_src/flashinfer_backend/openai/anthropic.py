@@ -27,7 +27,7 @@ from flashinfer_backend.openai.requests import (
 )
 from flashinfer_backend.openai.sampling import NO_GUIDE, schema_guide
 from flashinfer_backend.openai.served_model import Answering, ServedModel
-from flashinfer_backend.openai.template import Place, plain_messages
+from flashinfer_backend.openai.template import FieldPaths, plain_messages
 from flashinfer_backend.openai.tools import AUTO, NONE, REQUIRED, Tools, new_call_id, read_tools
 from flashinfer_backend.serving.generation import Chunk
 from flashinfer_backend.transport import protocol
@@ -79,7 +79,7 @@ def count_tokens(served: ServedModel, request: CountTokensRequest) -> Answering:
 
 def conversation_of(served: ServedModel, request: CountTokensRequest) -> Conversation:
     """What the model is asked. Raises ApiError."""
-    messages, places = messages_of(request)
+    messages, paths = messages_of(request)
     variables = _reasoning(served, request.thinking) if request.thinking is not None else {}
     config, guide = request.output_config or OutputConfig(), NO_GUIDE
     if config.effort is not None:
@@ -88,9 +88,9 @@ def conversation_of(served: ServedModel, request: CountTokensRequest) -> Convers
         guide = schema_guide(config.format.schema, "output_config.format")
     prefilled = messages[-1]["role"] == "assistant"
     if prefilled and messages[-1].get("tool_calls"):
-        raise field_error(places[-1].message, "has a tool_use, but no message with its tool_result follows")
+        raise field_error(paths[-1].message, "has a tool_use, but no message with its tool_result follows")
     return Conversation(
-        plain_messages(messages, places),
+        plain_messages(messages, paths),
         _tools(request),
         guide,
         guide_is_for_content=True,
@@ -99,15 +99,15 @@ def conversation_of(served: ServedModel, request: CountTokensRequest) -> Convers
     )
 
 
-def messages_of(request: CountTokensRequest) -> tuple[list[dict[str, Any]], list[Place]]:
+def messages_of(request: CountTokensRequest) -> tuple[list[dict[str, Any]], list[FieldPaths]]:
     """The system prompt and the messages as a chat has them, and the place of each in the request. Raises
     ApiError."""
     messages: list[dict[str, Any]] = []
-    places: list[Place] = []
+    paths: list[FieldPaths] = []
 
     def add(message: dict[str, Any], place: str) -> None:
         messages.append(message)
-        places.append(Place(place, f"{place}.content"))
+        paths.append(FieldPaths(place, f"{place}.content"))
 
     if not request.messages:
         raise field_error("messages", "is empty; it should have at least one message")
@@ -133,7 +133,7 @@ def messages_of(request: CountTokensRequest) -> tuple[list[dict[str, Any]], list
                 add({"role": role, "content": texts or None}, place)
         else:
             raise wrong_value(f"{place}.role", role, "user, assistant or system")
-    return messages, places
+    return messages, paths
 
 
 def _blocks(content: Any, place: str) -> list[tuple[dict[str, Any], str]]:
@@ -221,8 +221,8 @@ def _tools(request: CountTokensRequest) -> Tools:
         choice = FunctionChoice.of(given.name)
     elif given.name is not None:
         raise field_error("tool_choice.name", f"should be left out with the type {given.type}")
-    places = [f"tools[{n}]" for n in range(len(tools))]
-    return read_tools(tools, choice, not given.disable_parallel_tool_use, places)
+    paths = [f"tools[{n}]" for n in range(len(tools))]
+    return read_tools(tools, choice, not given.disable_parallel_tool_use, paths)
 
 
 def _reasoning(served: ServedModel, thinking: Thinking) -> dict[str, Any]:

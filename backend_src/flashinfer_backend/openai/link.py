@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import msgspec
 import numpy as np
 
-from flashinfer_backend.core.gate import Gate, Place
+from flashinfer_backend.core.gate import Gate, Ticket
 from flashinfer_backend.core.sampling_params import NO_TOKEN_LEFT, SamplingParams
 from flashinfer_backend.openai.arguments import LOGITS_ROOM
 from flashinfer_backend.openai.errors import ApiError
@@ -178,7 +178,7 @@ class PromptLogits:
         self._row = row = group[0].row
         status = link.engines.status
         size = 4 * len(row.prompt) * (status.vocab_size if status else 0)
-        self._place = Place(size, row.priority, self._start)
+        self._ticket = Ticket(size, row.priority, self._start)
         self._since = link.loop.time()
         self._timer: asyncio.TimerHandle | None = None
         self._abandoned = False
@@ -188,13 +188,13 @@ class PromptLogits:
         is wrong later comes as the sequences' failure."""
         if not self._link.engines.up:
             raise EngineDown(endpoint.ENGINE_DOWN)
-        if not self._link.room.gate.enter(self._place):
+        if not self._link.room.gate.enter(self._ticket):
             self._fail(
                 f"{protocol.QUEUE_FULL} of {MOST_WAITING} prompts that wait for room for their log"
                 " probabilities has been reached, please try again later",
                 True,
             )
-        elif self._place.waiting and self._row.timeout_us:
+        elif self._ticket.waiting and self._row.timeout_us:
             self._timer = self._link.loop.call_later(self._row.timeout_us / 1e6, self._too_late)
 
     def abandon(self) -> None:
@@ -203,8 +203,8 @@ class PromptLogits:
         self._abandoned = True
         if self._timer is not None:
             self._timer.cancel()
-        if self._place.waiting:
-            self._link.room.gate.leave(self._place)
+        if self._ticket.waiting:
+            self._link.room.gate.leave(self._ticket)
 
     def take(self, data: memoryview | None) -> None:
         """They have arrived, or (None) will not. For the link's thread."""
@@ -229,7 +229,7 @@ class PromptLogits:
     def _leave(self) -> None:
         if self._group[0].handle:
             self._link.engines.freed(self._group[0].handle)
-        self._link.loop.call_soon_threadsafe(self._link.room.gate.leave, self._place)
+        self._link.loop.call_soon_threadsafe(self._link.room.gate.leave, self._ticket)
 
     def _start(self) -> None:
         timeout_us = self._row.timeout_us
@@ -242,7 +242,7 @@ class PromptLogits:
             self._fail(str(error), False)
 
     def _too_late(self) -> None:
-        self._link.room.gate.leave(self._place)
+        self._link.room.gate.leave(self._ticket)
         waited_s = self._row.timeout_us / 1e6
         self._fail(
             f"{protocol.QUEUE_TIMEOUT}: it waited for {waited_s:.3g} s for room for its prompt's log"
@@ -303,7 +303,7 @@ class Streams:
         if self._cancelled:
             return
         self._cancelled = True
-        for stream in reversed(self.all):  # or the place of one that waits would go to the next
+        for stream in reversed(self.all):  # or the room of one that waits would go to the next
             if stream.logits is not None:
                 stream.logits.abandon()
         for stream in self.all:

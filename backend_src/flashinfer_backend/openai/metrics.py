@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""/metrics: what this door's sequences took, of all its processes, and the engine's state."""
+"""/metrics: what this API's sequences took, of all its processes, and the engine's state."""
 
 import asyncio
 import math
@@ -17,7 +17,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from flashinfer_backend.serving.generation import FINISH_REASONS, Chunk, Generation
 from flashinfer_backend.serving.timing import QUANTITIES
 from flashinfer_backend.transport import protocol
-from flashinfer_backend.transport.door_states import DoorState, read_door_states
+from flashinfer_backend.transport.api_states import ApiState, read_api_states
 
 PREFIX = "flashinfer_backend_openai_"
 PAGES_S = 0.1  # between pages: each takes the loop some 10 ms, which others wait
@@ -68,12 +68,12 @@ class ModelState:
 class Metrics:
     """Metrics of one process. The processes of the API share a folder, and each can show the sum."""
 
-    def __init__(self, folder: Path, doors: Path, models: Sequence[str], number: int = 0) -> None:
-        """folder: for the files of all processes; PROMETHEUS_MULTIPROC_DIR has to name it already. doors: of
-        read_door_states. models: names; of several, each is a label of the series that are a model's. number:
+    def __init__(self, folder: Path, apis: Path, models: Sequence[str], number: int = 0) -> None:
+        """folder: for the files of all processes; PROMETHEUS_MULTIPROC_DIR has to name it already. APIs: of
+        read_api_states. models: names; of several, each is a label of the series that are a model's. number:
         the process's among those that run. One that replaces it goes on with its files, so that counters
         never fall and files do not gather."""
-        self._door_states = doors
+        self._api_states = apis
         self._label = [MODEL_NAME] if len(models) > 1 else []
         assert os.environ["PROMETHEUS_MULTIPROC_DIR"] == str(folder), "the library reads it"
         values.ValueClass = values.MultiProcessValue(lambda: number)
@@ -127,11 +127,11 @@ class Metrics:
         self._refused.labels(str(status)).inc()
 
     def text(self, models: Sequence[ModelState]) -> bytes:
-        """Prometheus's text format, summed over the door's processes, with the state of every model."""
+        """Prometheus's text format, summed over the API's processes, with the state of every model."""
         every = CollectorRegistry()
         MultiProcessCollector(every)
-        doors = read_door_states(self._door_states)
-        families = [*_engines(models), *_routers(models), *_adapters(models), *_door_states(doors)]
+        apis = read_api_states(self._api_states)
+        families = [*_engines(models), *_routers(models), *_adapters(models), *_api_states(apis)]
         every.register(_Families(families))
         return bytes(generate_latest(every))
 
@@ -254,12 +254,12 @@ def _adapters(models: Sequence[ModelState]) -> Iterator[Any]:
     yield made
 
 
-def _door_states(doors: dict[str, DoorState]) -> Iterator[Any]:
-    up = GaugeMetricFamily(f"{PREFIX}door_up", "Whether a door of the server answers", labels=["door"])
+def _api_states(apis: dict[str, ApiState]) -> Iterator[Any]:
+    up = GaugeMetricFamily(f"{PREFIX}api_up", "Whether an API of the server answers", labels=["api"])
     starts = CounterMetricFamily(
-        f"{PREFIX}door_restarts", "How often a door was started again", labels=["door"]
+        f"{PREFIX}api_restarts", "How often an API was started again", labels=["api"]
     )
-    for name, state in doors.items():
+    for name, state in apis.items():
         up.add_metric([name], state.up)
         starts.add_metric([name], state.restarts)
     yield from (up, starts)

@@ -98,7 +98,7 @@ def worker_options(
         receive_s=options.receive_seconds,
         max_connections=options.max_connections,
         metrics_dir=str(metrics_dir()),
-        doors=str(processes_dir(server)),
+        apis=str(processes_dir(server)),
     )
 
 

@@ -34,7 +34,7 @@ from flashinfer_backend.openai.requests import (
 from flashinfer_backend.openai.response_store import ResponseStore
 from flashinfer_backend.openai.sampling import Guide, guide_of, shortened
 from flashinfer_backend.openai.served_model import Answering, ServedModel
-from flashinfer_backend.openai.template import Place, plain_messages
+from flashinfer_backend.openai.template import FieldPaths, plain_messages
 from flashinfer_backend.openai.tools import AUTO, new_call_id, read_tools
 from flashinfer_backend.structured.grammar import GrammarError
 from flashinfer_backend.structured.regex import rust_regex
@@ -226,22 +226,20 @@ def _with_id(item: dict[str, Any], name: str) -> dict[str, Any]:
 
 def without_references(served: ServedModel, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The input with kept items in place of references to them. Raises ApiError."""
-    places: dict[str, int] = {}
+    paths: dict[str, int] = {}
     for n, item in enumerate(items):
         if isinstance(own := item.get("id"), str):
             check_field(f"input[{n}].id", len(own), NAME.size, "characters")
         if item.get("type") == REFERENCE:
             if not isinstance(name := item.get("id"), str):
                 raise wrong_value(f"input[{n}].id", name, "a text")
-            if name in places:  # each once, so that a small body stands for no more than what is kept
-                raise field_error(
-                    f"input[{n}]", f"refers to the same item as input[{places[name]}]; drop one"
-                )
-            places[name] = n
-    if not places:
+            if name in paths:  # each once, so that a small body stands for no more than what is kept
+                raise field_error(f"input[{n}]", f"refers to the same item as input[{paths[name]}]; drop one")
+            paths[name] = n
+    if not paths:
         return items
-    found = store_of(served, f"input[{min(places.values())}]").outputs(places)
-    for name, n in places.items():
+    found = store_of(served, f"input[{min(paths.values())}]").outputs(paths)
+    for name, n in paths.items():
         if name not in found:
             raise field_error(
                 f"input[{n}]",
@@ -253,16 +251,16 @@ def without_references(served: ServedModel, items: list[dict[str, Any]]) -> list
 
 def messages_of(
     request: ResponsesRequest, earlier: Sequence[dict[str, Any]] = ()
-) -> tuple[list[dict[str, Any]], list[Place]]:
+) -> tuple[list[dict[str, Any]], list[FieldPaths]]:
     """The input as messages of a chat, behind the items of earlier responses, and the place of each in the
     request. Raises ApiError."""
     messages: list[dict[str, Any]] = []
-    places: list[Place] = []
+    paths: list[FieldPaths] = []
     if request.instructions:
         messages.append({"role": "system", "content": request.instructions})
-        places.append(Place("instructions", "instructions"))
+        paths.append(FieldPaths("instructions", "instructions"))
     if isinstance(request.input, str) and not earlier:
-        return [*messages, {"role": "user", "content": request.input}], [*places, Place("input", "input")]
+        return [*messages, {"role": "user", "content": request.input}], [*paths, FieldPaths("input", "input")]
     if not request.input:
         raise field_error("input", "is empty; it should have at least one item")
     # Earlier items, which were right when they came, have numbers below 0.
@@ -304,10 +302,10 @@ def messages_of(
                 continue
             _add(messages, {"role": "assistant", "content": None, "reasoning_content": text})
         content = "output" if kind in CALL_OUTPUTS else "content"
-        places[len(messages) - 1 :] = [Place(f"input[{n}]", f"input[{n}].{content}")]
+        paths[len(messages) - 1 :] = [FieldPaths(f"input[{n}]", f"input[{n}].{content}")]
     if not messages:
         raise field_error("input", "holds only reasoning without text; it should have a message")
-    return messages, places
+    return messages, paths
 
 
 def _add(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:

@@ -163,7 +163,7 @@ class ChatTemplate:
         ) from errors[0]
 
 
-class Place(NamedTuple):
+class FieldPaths(NamedTuple):
     """Where a message and its content are in the request, for errors."""
 
     message: str
@@ -171,9 +171,9 @@ class Place(NamedTuple):
 
 
 def plain_messages(
-    messages: Messages, places: Sequence[Place] | None = None, field: str = "messages"
+    messages: Messages, paths: Sequence[FieldPaths] | None = None, field: str = "messages"
 ) -> list[dict[str, Any]]:
-    """Messages as templates take them: text as one string, arguments of calls as objects. places: of each
+    """Messages as templates take them: text as one string, arguments of calls as objects. paths: of each
     message (default: in `messages`). field: the request's that holds them. Raises ApiError."""
     if not messages:
         raise field_error(field, "is empty; it should have at least one message")
@@ -186,9 +186,9 @@ def plain_messages(
                 " should have at most as many",
                 param=field,
             )
-    if places is None:
-        places = [Place(f"messages[{n}]", f"messages[{n}].content") for n in range(len(messages))]
-    return [_plain_message(message, *place) for message, place in zip(messages, places, strict=True)]
+    if paths is None:
+        paths = [FieldPaths(f"messages[{n}]", f"messages[{n}].content") for n in range(len(messages))]
+    return [_plain_message(message, *place) for message, place in zip(messages, paths, strict=True)]
 
 
 def _written_arguments(messages: Messages) -> Iterator[str]:

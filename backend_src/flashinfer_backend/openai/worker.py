@@ -53,7 +53,7 @@ def main() -> int:
 async def _run(options: WorkerOptions) -> int:
     try:
         names = [model.names[0] for model in options.models]
-        metrics = Metrics(Path(options.metrics_dir), Path(options.doors), names, options.number)
+        metrics = Metrics(Path(options.metrics_dir), Path(options.apis), names, options.number)
         models = _read_models(options, metrics)
     except (OSError, ValueError) as error:
         say(f"openai: {error}")

@@ -12,7 +12,7 @@ from flashinfer_backend.core.tuned import Scheduling
 from flashinfer_backend.scheduler.request_queue import RequestQueue
 from flashinfer_backend.scheduler.slot_table import SlotTable
 
-GATHERING = 512  # steps from a backlog's beginning in which its requests may still arrive
+BATCH_ARRIVAL_STEPS = 512  # steps from a backlog's beginning in which its requests may still arrive
 # Of a mixture's step: with fewer tokens for each expert, the device mainly reads the experts' weights.
 EXPERT_TOKENS = 64
 
@@ -44,7 +44,7 @@ class StepBudget:
         self._config, self._numbers = config, numbers
         self._backlog = False
         self._age = 0  # steps since the first backlog after there was nothing to do
-        self._fed = False  # whether requests arrived later than those of a batch do
+        self._is_online = False  # whether requests arrived later than those of a batch do
         self._arrived = 0  # requests, by the last step
 
     def tokens(
@@ -64,7 +64,7 @@ class StepBudget:
         slow_ms = numbers.slow_step_ms
         crowded = len(waiting) > table.free
         self._notice_arrivals(waiting, idle=not len(decoding) and not prefilling)
-        spreads = config.schedule_policy == "lof" and config.enable_chunked_context and not self._fed
+        spreads = config.schedule_policy == "lof" and config.enable_chunked_context and not self._is_online
         self._backlog = spreads and bool(waiting) and (self._backlog or crowded)
         limit = config.max_num_tokens
         if not config.enable_chunked_context:
@@ -87,13 +87,15 @@ class StepBudget:
 
     def _notice_arrivals(self, waiting: RequestQueue, idle: bool) -> None:
         if idle and not waiting:
-            self._age, self._fed = 0, False
+            self._age, self._is_online = 0, False
         elif self._backlog or self._age:
             self._age += 1
-            self._fed = self._fed or (self._age > GATHERING and waiting.arrived > self._arrived)
+            self._is_online = self._is_online or (
+                self._age > BATCH_ARRIVAL_STEPS and waiting.arrived > self._arrived
+            )
         self._arrived = waiting.arrived
 
-    def joins(self, waiting: RequestQueue, together: int, tokens: int) -> bool:
+    def should_share_step(self, waiting: RequestQueue, together: int, tokens: int) -> bool:
         """Whether a prompt with `tokens` to compute should share a step that has `together` already.
 
         More tokens than keep the device busy keep the prompts before waiting and hardly help those behind.

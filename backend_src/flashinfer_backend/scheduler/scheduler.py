@@ -307,7 +307,9 @@ class Scheduler:
         new_tokens = num_tokens - found * size
         # What was preempted may have grown beyond a step, so it is always computed in chunks.
         chunked = self.config.enable_chunked_context or bool(len(request.generated))
-        if not (chunked or new_tokens <= budget) or not self._budget.joins(self.queue, together, new_tokens):
+        if not (chunked or new_tokens <= budget) or not self._budget.should_share_step(
+            self.queue, together, new_tokens
+        ):
             return None
         if 2 * size * self._coming(reusable, found) >= new_tokens > 0:
             return None  # most of it is being computed for another prompt

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's engines, one or several, behind one set of calls for stubs and doors."""
+"""A model's engines, one or several, behind one set of calls for stubs and APIs."""
 
 import contextlib
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a generation's tokens came, and the histograms that both doors make of that."""
+"""When a generation's tokens came, and the histograms that both APIs make of that."""
 
 import time
 

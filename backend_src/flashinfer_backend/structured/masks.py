@@ -18,7 +18,7 @@ import numpy as np
 
 from flashinfer_backend.structured.grammar import Grammar
 
-MOST_THREADS = 16  # a mask takes 0.3 ms; the loop and the doors also need some
+MOST_THREADS = 16  # a mask takes 0.3 ms; the loop and the APIs also need some
 SLOW_S = 0.05  # masks of a step that take longer are slow
 MOST_SLOW_S = 1.0  # beyond that, over slow steps in a row: from then on costly masks are looked for
 COSTLY_S = 0.005  # of a core, of one mask

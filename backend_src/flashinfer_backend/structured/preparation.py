@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from flashinfer_backend.core.bounds import MOST_GRAMMARS_NS
 from flashinfer_backend.core.deadlines import Waiting
-from flashinfer_backend.core.gate import Gate, Place
+from flashinfer_backend.core.gate import Gate, Ticket
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.request import Request
 from flashinfer_backend.core.sampling_params import SamplingParams
@@ -26,11 +26,11 @@ MOST_THREADS = 8
 
 @dataclass
 class Entry:
-    """made: the grammar, and how many nanoseconds of a core it took to make. place: in the room for grammars,
-    from when it was first made until the request goes on."""
+    """made: the grammar, and how many nanoseconds of a core it took to make. ticket: for the room for
+    grammars, from when it was first made until the request goes on."""
 
     made: Future[tuple[Grammar, int]]
-    place: Place | None = None
+    ticket: Ticket | None = None
 
 
 def _nothing() -> None:
@@ -57,7 +57,7 @@ class GrammarPreparation(Waiting[Entry]):
         self._room = Gate(MOST_GRAMMARS_NS)
         # By handle, of requests with a grammar and without a slot: called once they have one, or are no more.
         self._in_room: dict[int, weakref.finalize] = {}
-        self._gone: deque[Place] = deque()  # to be given back by the loop, whose thread has the gate
+        self._gone: deque[Ticket] = deque()  # to be given back by the loop, whose thread has the gate
         if enabled and (resolve_model_dir(model_dir) / "tokenizer.json").is_file():
             self._threads.submit(self._load)
 
@@ -85,13 +85,13 @@ class GrammarPreparation(Waiting[Entry]):
                 self.cancel(request.handle)
                 yield request, str(error) or type(error).__name__
                 continue
-            if entry.place is None and not self._enter(request, entry, cost_ns):
+            if entry.ticket is None and not self._enter(request, entry, cost_ns):
                 continue
-            place = entry.place
-            assert place is not None
-            # The finalizer keeps the place, and a Future its callback: neither may know the request.
-            place.start, entry.place, entry.made = _nothing, None, Future()
-            leave = weakref.finalize(request, self._leave, request.handle, place)
+            ticket = entry.ticket
+            assert ticket is not None
+            # The finalizer keeps the ticket, and a Future its callback: neither may know the request.
+            ticket.start, entry.ticket, entry.made = _nothing, None, Future()
+            leave = weakref.finalize(request, self._leave, request.handle, ticket)
             leave.atexit = False
             self._in_room[request.handle] = leave
             self.cancel(request.handle)
@@ -103,9 +103,9 @@ class GrammarPreparation(Waiting[Entry]):
         if (leave := self._in_room.get(request.handle)) is not None:
             leave()
 
-    def _leave(self, handle: int, place: Place) -> None:  # in any thread
+    def _leave(self, handle: int, ticket: Ticket) -> None:  # in any thread
         self._in_room.pop(handle, None)
-        self._gone.append(place)
+        self._gone.append(ticket)
 
     def _make(self, params: SamplingParams) -> tuple[Grammar, int]:
         began = time.thread_time_ns()
@@ -117,9 +117,9 @@ class GrammarPreparation(Waiting[Entry]):
 
     def _enter(self, request: Request, entry: Entry, cost_ns: int) -> bool:
         """Whether there is room; else it is made again once there is."""
-        place = entry.place = Place(cost_ns, request.priority, _nothing)
-        self._room.enter(place)
-        if place.inside:
+        ticket = entry.ticket = Ticket(cost_ns, request.priority, _nothing)
+        self._room.enter(ticket)
+        if ticket.inside:
             return True
         entry.made = Future()
 
@@ -127,13 +127,13 @@ class GrammarPreparation(Waiting[Entry]):
             entry.made = self._threads.submit(self._make, request.params)
             self._await(request, entry)
 
-        place.start = start
+        ticket.start = start
         return False
 
     def _forgotten(self, entry: Entry) -> None:
         entry.made.cancel()
-        if entry.place is not None:
-            self._room.leave(entry.place)
+        if entry.ticket is not None:
+            self._room.leave(entry.ticket)
 
     def _load(self) -> None:
         with contextlib.suppress(GrammarError):  # guided requests hear of it

@@ -107,7 +107,7 @@ def forget_processes(folders: Iterable[Path], ending: Collection[int] = ()) -> N
                     continue
         except FileNotFoundError:
             continue
-        _forget([*folder.glob("beat-*"), *folder.glob("doors*-*")], ending)
+        _forget([*folder.glob("beat-*"), *folder.glob("apis*-*")], ending)
         for empty in (folder, folder.parent):
             with contextlib.suppress(OSError):
                 empty.rmdir()

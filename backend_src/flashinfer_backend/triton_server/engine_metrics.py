@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flashinfer_backend.transport.door_states import DoorState
+from flashinfer_backend.transport.api_states import ApiState
 from flashinfer_backend.transport.protocol import Status
 
 Value = Callable[[Status], float]
@@ -71,11 +71,11 @@ GAUGES: dict[str, tuple[str, str, dict[str, Value]]] = {
 }
 PAUSED = ("nv_trt_llm_inflight_batcher_metrics", "paused_requests")
 UP = "flashinfer_backend_engine_up"
-# Gauge of a door: (description, value).
-DOORS: dict[str, tuple[str, Callable[[DoorState], float]]] = {
-    "flashinfer_backend_door_up": ("Whether a door of the server answers (1) or not (0)", lambda d: d.up),
-    "flashinfer_backend_door_restarts": (
-        "How often a door was started again since the server started",
+# Gauge of an API: (description, value).
+APIS: dict[str, tuple[str, Callable[[ApiState], float]]] = {
+    "flashinfer_backend_api_up": ("Whether an API of the server answers (1) or not (0)", lambda d: d.up),
+    "flashinfer_backend_api_restarts": (
+        "How often an API was started again since the server started",
         lambda d: d.restarts,
     ),
 }
@@ -113,22 +113,22 @@ class EngineMetrics:
         labels: dict[str, str],
         run_dir: Path,
         engines: int,
-        doors: Callable[[], dict[str, DoorState]] = dict,
+        apis: Callable[[], dict[str, ApiState]] = dict,
     ) -> None:
         """labels: those all metrics have; with several engines also ENGINE. Every instance registers the
-        metrics; Triton merges them. doors: the doors' states by name."""
+        metrics; Triton merges them. APIs: the APIs' states by name."""
         kinds = pb_utils.MetricFamily
         described = {name: (description, kinds.GAUGE) for name, (description, _, _) in GAUGES.items()}
         described |= {name: (description, kinds.COUNTER) for name, (description, _) in COUNTERS.items()}
-        described |= {name: (description, kinds.GAUGE) for name, (description, _) in DOORS.items()}
+        described |= {name: (description, kinds.GAUGE) for name, (description, _) in APIS.items()}
         described[UP] = ("Whether the engine process is there and ready (1) or not (0)", kinds.GAUGE)
         self._families = {  # a metric needs its family to live
             name: kinds(name=name, description=description, kind=kind)
             for name, (description, kind) in described.items()
         }
-        self._door_states = doors
-        self._shown: dict[str, DoorState] = {}
-        self._door_gauges: dict[tuple[str, str], Any] = {}  # by family and door
+        self._api_states = apis
+        self._shown: dict[str, ApiState] = {}
+        self._api_gauges: dict[tuple[str, str], Any] = {}  # by family and API
         self._engines = [
             _Engine(
                 self._families,
@@ -144,17 +144,17 @@ class EngineMetrics:
         for engine, status in zip(self._engines, statuses, strict=True):
             engine.update(status)
         if self._engines[0].elected:
-            self._show_doors()
+            self._show_apis()
 
-    def _show_doors(self) -> None:
-        for door, state in self._door_states().items():
-            if self._shown.get(door) == state:
+    def _show_apis(self) -> None:
+        for api, state in self._api_states().items():
+            if self._shown.get(api) == state:
                 continue
-            self._shown[door] = state
-            for name, (_, value) in DOORS.items():
-                if (name, door) not in self._door_gauges:
-                    self._door_gauges[name, door] = self._families[name].Metric(labels={"door": door})
-                self._door_gauges[name, door].set(float(value(state)))
+            self._shown[api] = state
+            for name, (_, value) in APIS.items():
+                if (name, api) not in self._api_gauges:
+                    self._api_gauges[name, api] = self._families[name].Metric(labels={"api": api})
+                self._api_gauges[name, api].set(float(value(state)))
 
     def close(self) -> None:
         for engine in self._engines:

@@ -21,8 +21,8 @@ from flashinfer_backend.serving.adapters import AdapterNames
 from flashinfer_backend.serving.engines import Engines
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
+from flashinfer_backend.transport.api_states import read_api_states
 from flashinfer_backend.transport.delivery_marks import DeliveryMarks
-from flashinfer_backend.transport.door_states import read_door_states
 from flashinfer_backend.transport.endpoint import LEADS, EngineDown
 from flashinfer_backend.transport.keeper_handle import KeeperHandle
 from flashinfer_backend.triton_server.adapters import TaskThread
@@ -35,7 +35,7 @@ from flashinfer_backend.triton_server.parameters import knob_value, read_paramet
 from flashinfer_backend.triton_server.request_parameters import read_request_parameters
 from flashinfer_backend.triton_server.requests import LlmLimits, Tensors, is_stop, parse_request
 from flashinfer_backend.triton_server.responder import Responder
-from flashinfer_backend.triton_server.sequence import Place, Sequence, of_ensemble
+from flashinfer_backend.triton_server.sequence import ResponseIndices, Sequence, of_ensemble
 from flashinfer_backend.triton_server.texts import bound_texts
 
 
@@ -73,7 +73,7 @@ class TritonPythonModel:
         self._freeze_guard = FreezeGuard(processes_dir(owner))
         self._responder.metrics = Metrics(
             pb_utils, self._name, args["model_version"], folder, lambda: self._engines.statuses,
-            config.stats_check_period_ms / 1000, lambda: read_door_states(processes_dir(owner)),
+            config.stats_check_period_ms / 1000, lambda: read_api_states(processes_dir(owner)),
         )  # fmt: skip
         name = self._parameters.get("postprocessing_model_name", "postprocessing")
         probe = self._responder.probe = postprocessing_probe(pb_utils, name)
@@ -164,11 +164,11 @@ class TritonPythonModel:
         opened, schedule = self._responder.open(sender, request_id, wanted, logits)
         for index, row in enumerate(rows):
             for number in range(row.num_return_sequences):
-                place = Place(
+                indices = ResponseIndices(
                     batch_index=index if len(rows) > 1 else None,
                     sequence_index=number if row.num_return_sequences > 1 else None,
                 )
-                opened.sequences.append(Sequence(opened, row, place, schedule))
+                opened.sequences.append(Sequence(opened, row, indices, schedule))
         opened.remaining = len(opened.sequences)
         try:
             with self._submitting:
@@ -182,7 +182,7 @@ class TritonPythonModel:
     def _submit(self, sequences: list[Sequence]) -> None:
         first: Sequence | None = None
         for sequence in sequences:
-            row, number = sequence.row, sequence.place.sequence_index or 0
+            row, number = sequence.row, sequence.indices.sequence_index or 0
             params = row.params
             if sequence.follows_text:
                 params = sequence.match_stop_words(self._decoder, first if number else None)

@@ -14,7 +14,7 @@ from typing import Any
 
 from flashinfer_backend.serving.generation import FINISH_REASONS, Chunk
 from flashinfer_backend.serving.timing import QUANTITIES
-from flashinfer_backend.transport.door_states import DoorState
+from flashinfer_backend.transport.api_states import ApiState
 from flashinfer_backend.transport.protocol import Status
 from flashinfer_backend.triton_server.engine_metrics import EngineMetrics
 from flashinfer_backend.triton_server.sequence import Sequence
@@ -47,9 +47,9 @@ class Metrics:
         run_dir: Path,
         engine_statuses: Callable[[], list[Status | None]],
         period_s: float,
-        doors: Callable[[], dict[str, DoorState]],
+        apis: Callable[[], dict[str, ApiState]],
     ) -> None:
-        """engine_statuses: each engine's latest report, None while it is not there. doors: as EngineMetrics
+        """engine_statuses: each engine's latest report, None while it is not there. APIs: as EngineMetrics
         has them."""
         kinds = pb_utils.MetricFamily
         labels = {"model": model, "version": version}
@@ -64,7 +64,7 @@ class Metrics:
         finished = kinds(name=FINISHED, description="Sequences by how they ended", kind=kinds.COUNTER)
         self._families.append(finished)
         self._finished = {r: finished.Metric(labels={**labels, "finish_reason": r}) for r in REASONS}
-        self._engine = EngineMetrics(pb_utils, labels, run_dir, len(engine_statuses()), doors)
+        self._engine = EngineMetrics(pb_utils, labels, run_dir, len(engine_statuses()), apis)
         self._engine_statuses = engine_statuses
         self._notes: deque[tuple[str, float]] = deque()  # quantity and value
         self._ends: deque[str] = deque()  # reasons

@@ -44,7 +44,7 @@ def chunk_outputs(
     A row that does not stream is answered with one chunk, in which the prompt comes first unless the
     row excludes it. `now`: time.monotonic_ns().
     """
-    row, place = sequence.row, sequence.place
+    row, indices = sequence.row, sequence.indices
     ids, flags, max_chars = chunk.ids, LAST if chunk.last else 0, chunk.max_chars
     if not row.streaming:
         flags |= WHOLE
@@ -61,7 +61,7 @@ def chunk_outputs(
         outputs["chunk"] = pack_chunk(sequence.handle, now, flags, max_chars, sequence.context_ids, ids)
     if chunk.last:
         outputs["finish_reason"] = np.array([[FINISH_REASONS[chunk.code].encode()]], dtype=np.object_)
-    for name, index in (("batch_index", place.batch_index), ("sequence_index", place.sequence_index)):
+    for name, index in (("batch_index", indices.batch_index), ("sequence_index", indices.sequence_index)):
         if index is not None:
             outputs[name] = _integer(index)
     if row.return_num_input_tokens:

@@ -114,7 +114,7 @@ class Reported:
 
 
 @dataclass
-class Place:
+class ResponseIndices:
     """Which of a request's sequences a response belongs to; None where the request has only one."""
 
     batch_index: int | None = None
@@ -127,11 +127,11 @@ class Sequence(Generation):
     row: Row
 
     def __init__(
-        self, request: OpenRequest, row: Row, place: Place, schedule: Callable[[Sequence], None]
+        self, request: OpenRequest, row: Row, indices: ResponseIndices, schedule: Callable[[Sequence], None]
     ) -> None:
         """schedule: has a sender thread call take() soon; it may be called once too often."""
         super().__init__(row, lambda handle: request.cancel(handle), schedule)
-        self.request, self.place = request, place
+        self.request, self.indices = request, indices
         self.reported = Reported()
         self.sent_at = 0  # time.monotonic_ns() just before the latest chunk was sent, 0: none was
 
