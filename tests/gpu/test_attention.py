@@ -46,7 +46,7 @@ def test_graph_replays_other_lengths_and_fewer_rows(heads, kv_heads, backend):
 
 def test_long_prompts_take_copies():
     choose = Setup(32, 8).attention.choose_prefill
-    for q_len, kv_len, expected in ((2048, 2048, "copied"), (600, 4000, "copied"), (100, 4000, "fa3")):
+    for q_len, kv_len, expected in ((2048, 2048, "copied"), (600, 4000, "copied"), (150, 4000, "fa3")):
         assert choose(np.array([q_len], np.int32), np.array([kv_len], np.int32)) == expected
     assert Setup(32, 8, copied_blocks=0).attention.choose_prefill(*2 * [np.array([2048], np.int32)]) == "fa3"
 
