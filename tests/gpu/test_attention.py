@@ -8,7 +8,6 @@ from attending import HEADS, MAX_SEQS, DecodeGraph, Setup, check_eager_steps, ch
 from comparing import assert_close
 
 from flashinfer_backend.attention.contract import StepShape
-from flashinfer_backend.cache.device import KVCache
 
 pytestmark = pytest.mark.gpu
 
@@ -105,11 +104,6 @@ def test_plans_do_not_overwrite_copies_in_flight():
 
 
 def test_refuses_what_it_cannot_do():
-    from flashinfer_backend.attention.flashinfer_paged import FlashInferAttention
-
-    caches = [(torch.zeros(2, 16, 8, 96, device="cuda").bfloat16(),) * 2]
-    with pytest.raises(ValueError, match="head_dim"):
-        FlashInferAttention(KVCache.over(caches), 32, 4, 4)
     setup = Setup(32, 8)
     with pytest.raises(ValueError, match="max_num_seqs"):
         setup.attention.captured(StepShape(MAX_SEQS + 1, MAX_SEQS + 1, 1), setup.table, setup.table[0])

@@ -408,7 +408,7 @@ def test_a_window_is_that_of_all_layers_with_experts(tmp_path):
     ("kind", "name"), [("mistral-window", "windows"), ("gemma2-capped", "soft caps"), ("granite", "scales")]
 )
 def test_decode_backends_that_do_not_compute_a_checkpoint_are_refused(tmp_path, backend, kind, name):
-    spec = read_spec(make_checkpoint(kind, tmp_path))
+    spec = read_spec(make_checkpoint(kind, tmp_path), changes={"head_dim": 64})
     config = EngineConfig(model_dir="", max_seq_len=21 if name == "soft caps" else 100)
     check_cuda_formats(config, spec, torch.bfloat16)
     with pytest.raises(
@@ -417,9 +417,20 @@ def test_decode_backends_that_do_not_compute_a_checkpoint_are_refused(tmp_path, 
         check_cuda_formats(replace(config, attention_backend=backend), spec, torch.bfloat16)
 
 
+def test_sizes_of_heads_without_kernels_are_refused(tmp_path):
+    folder = make_checkpoint("llama", tmp_path)
+    for dim in (64, 128, 256):
+        spec = read_spec(folder, changes={"head_dim": dim})
+        check_cuda_formats(EngineConfig(model_dir=""), spec, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"head_dim is 96; .* 64, 128, 256: attention_backend=torch"):
+        check_cuda_formats(
+            EngineConfig(model_dir=""), read_spec(folder, changes={"head_dim": 96}), torch.bfloat16
+        )
+
+
 @pytest.mark.parametrize("backend", ["triton", "xqa"])
 def test_variants_of_attention_have_one_kernel(tmp_path, backend):
-    spec = read_spec(make_checkpoint("mpt", tmp_path))
+    spec = read_spec(make_checkpoint("mpt", tmp_path, hidden_size=384))
     config = EngineConfig(model_dir="", max_seq_len=100)
     for served in ("auto", "fa2"):
         check_cuda_formats(replace(config, attention_backend=served), spec, torch.bfloat16)

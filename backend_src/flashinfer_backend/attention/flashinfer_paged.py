@@ -28,6 +28,7 @@ from flashinfer_backend.attention.metadata import PagedMetadata, PinnedRing
 from flashinfer_backend.attention.prefixes import PREFIX_WORDS, Prefixes, PrefixTiles
 from flashinfer_backend.attention.triton_prefix import SharedWork, prefix_parts
 from flashinfer_backend.cache.device import KVCache
+from flashinfer_backend.core.config import GPU_HEAD_DIMS
 from flashinfer_backend.ops import device
 from flashinfer_backend.ops.fp8 import E4M3
 
@@ -51,8 +52,8 @@ class FlashInferAttention:
     window: the latest tokens that a token sees, itself included; None: all. scores: of each layer; None:
     scales of 1 / sqrt(head_dim). like: that of another cache group, which shares scratch memory with it.
     All calls must come from one thread with one current stream.
-    Raises ValueError for shapes that these kernels do not have; worker/formats.py has refused what a
-    checkpoint's layers and a decode backend do not have together.
+    worker/formats.py has refused sizes of heads that these kernels do not have, and what a checkpoint's
+    layers and a decode backend do not have together. Raises ValueError for drafts without the Triton kernel.
     """
 
     def __init__(
@@ -72,10 +73,7 @@ class FlashInferAttention:
         shape, dtype = cache.format, dtype or cache.format.dtype
         num_kv_heads, head_dim, block_size = shape.num_kv_heads, shape.head_dim, shape.block_size
         own = Shape(num_heads, num_kv_heads, head_dim, block_size, dtype, shape.dtype)
-        if head_dim not in (64, 128, 256):
-            raise ValueError(
-                f"FlashInfer attention has head_dim 64, 128 and 256, not {head_dim}; use the torch attention"
-            )
+        assert head_dim in GPU_HEAD_DIMS  # worker/formats.py checks it
         self._scores = list(scores or [Scores(1.0 / math.sqrt(head_dim))] * shape.num_layers)
         check_scores(self._scores, window)
         soft_cap = self._scores[0].soft_cap is not None

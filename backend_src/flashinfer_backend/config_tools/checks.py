@@ -3,7 +3,13 @@
 
 from pathlib import Path
 
-from flashinfer_backend.core.config import LONGEST_AUTO_SEQ_LEN, EngineConfig, contradictions, resolve_lengths
+from flashinfer_backend.core.config import (
+    GPU_HEAD_DIMS,
+    LONGEST_AUTO_SEQ_LEN,
+    EngineConfig,
+    contradictions,
+    resolve_lengths,
+)
 from flashinfer_backend.core.paths import resolve_drafter_dir, resolve_model_dir
 from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.models.adapters import AdapterError, read_adapter
@@ -11,7 +17,6 @@ from flashinfer_backend.models.checkpoint_kind import weight_files
 from flashinfer_backend.models.hf import read_drafter, read_spec
 from flashinfer_backend.models.spec import ModelSpec
 
-FLASHINFER_HEAD_DIMS = (64, 128, 256)
 TOKENIZER_FILE = "tokenizer.json"
 ASCII_ONLY = (
     "Triton's Python backend opens only paths of ASCII characters; name it by a link (ln -s) with such"
@@ -168,9 +173,9 @@ def _check_device(values: dict[str, str], model: ModelSpec | None, problems: lis
                 f"attention_backend={backend} computes in bfloat16 or float16: dtype=float32 needs "
                 "attention_backend=torch"
             )
-        if model and model.attention.head_dim not in FLASHINFER_HEAD_DIMS:
+        if model and model.attention.head_dim not in GPU_HEAD_DIMS:
             problems.append(
-                f"attention_backend={backend} has head_dim {', '.join(map(str, FLASHINFER_HEAD_DIMS))}, and "
+                f"attention_backend={backend} has head_dim {', '.join(map(str, GPU_HEAD_DIMS))}, and "
                 f"the checkpoint's is {model.attention.head_dim}: set attention_backend=torch"
             )
     if backend == "torch" and graphs not in ("auto", "none"):

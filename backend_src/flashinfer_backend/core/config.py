@@ -15,6 +15,7 @@ from flashinfer_backend.core.values import INT32_MAX, Kind, Values
 
 AUTO = "auto"
 LONGEST_AUTO_SEQ_LEN = 32768  # tokens
+GPU_HEAD_DIMS = (64, 128, 256)  # of attention on a GPU, other than plain torch's
 # Of max_queue_size "auto". Four times the slots: the last one waits as long as four full batches take. The
 # least is for benchmarks, which send thousands of requests at once to few slots.
 QUEUED_PER_SLOT = 4

@@ -8,7 +8,7 @@ import os
 
 import torch
 
-from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.config import GPU_HEAD_DIMS, EngineConfig
 from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.models.quantization import BLOCK
 from flashinfer_backend.models.spec import Experts, ModelSpec
@@ -70,6 +70,11 @@ def check_cuda_formats(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype
     slow = "attention_backend=torch computes it, slowly"
     if config.attention_backend in ("fa2", "xqa", "triton"):
         _check_scores(config, spec)
+    for dim in {mixer.head_dim for mixer in spec.attentions}.difference(GPU_HEAD_DIMS):
+        raise ValueError(
+            f"the checkpoint's head_dim is {dim}; on a GPU it should be one of"
+            f" {', '.join(map(str, GPU_HEAD_DIMS))}: {slow}"
+        )
     if spec.experts is not None:
         _check_experts(spec, spec.experts)
     for product in spec.products:
