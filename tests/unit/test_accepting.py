@@ -155,7 +155,7 @@ def test_nothing_more_is_submitted_of_a_request_that_has_been_refused(
     submitted, submit = [], OpenRequest.submit
 
     def refuse(sequence: Any) -> int:
-        submitted.append(sequence.place.sequence_index)
+        submitted.append(sequence.indices.sequence_index)
         sequence.handle = 1 + len(submitted)
         sequence.on_failure("out of luck", True)
         return 1

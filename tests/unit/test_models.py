@@ -61,7 +61,7 @@ def uploads(monkeypatch):
     found = []
 
     def uploader(device, tensors):
-        found.append(Uploader(device, [tensor.place for tensor in tensors if tensor.place]))
+        found.append(Uploader(device, [tensor.source for tensor in tensors if tensor.source]))
         return closing(found[-1])
 
     monkeypatch.setattr(weights, "_uploader", uploader)

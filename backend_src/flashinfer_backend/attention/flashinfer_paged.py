@@ -328,9 +328,9 @@ class FlashInferAttention:
     def side_by_side(self, tokens: int, prompts: Callable[[], None], decode: Callable[[], None]) -> None:
         """Launch both kinds of attention of a step of `tokens`.
 
-        Prompts need few SMs for long, decode rows all of them for short: at the same time they take little
-        more than one of them. Steps of few tokens have products that start before the kernel before them has
-        ended, which works along one stream only. FA2 and XQA share a workspace with FA2 of prompts.
+        Prompts occupy few SMs for long, decode rows all SMs for a short time. Together they take little
+        longer than one of them alone. Steps of few tokens have products that start before the kernel before
+        them has ended, which works along one stream only. FA2 and XQA share a workspace with FA2 of prompts.
         """
         main = torch.cuda.current_stream()
         serial = tokens <= device.active().prompt_attention.serial_tokens or self.decode_backend != "triton"
