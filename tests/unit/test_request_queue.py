@@ -50,7 +50,7 @@ def test_preempted_sequences_are_ahead_of_every_priority():
     for handle in (2, 3):
         queue.put_back(request(handle, priority=4))
     assert order(queue) == [3, 2, 1]
-    queue.pop()
+    queue.take(queue.head)
     assert order(queue) == [2, 1]
 
 
@@ -71,7 +71,7 @@ def test_the_longest_answer_is_known_whoever_is_at_the_head():
     assert queue.longest == 30
     queue.add(request(3, 5, priority=-1))
     assert (queue.head.handle, queue.longest) == (3, 30)
-    queue.pop()
+    queue.take(queue.head)
     queue.put_back(request(4, 6))
     assert (queue.head.handle, queue.longest) == (4, 30)
 
@@ -98,7 +98,7 @@ def test_the_longest_of_thousands_is_found_without_a_look_at_each():
         longest = queue.longest
         assert len(looks) <= 9 + 5
         assert longest == max(each.max_new for each in queue)
-        queue.pop()
+        queue.take(queue.head)
 
 
 def test_late_requests_leave_and_never_had_a_block():

@@ -93,6 +93,76 @@ def test_a_backlog_of_more_than_a_step_is_worked_off_in_full_steps():
     assert steps == [[2000, 2000, 2000, 2000, 192], [1808], [2000], [2000], [2000], [2000]]
 
 
+def of_short_steps(*lengths: int, reuse: bool = False) -> Scheduler:
+    """Of 1000 tokens a step."""
+    tokens = {"max_num_tokens": 1000, "max_num_tokens_while_decoding": 1000}
+    config = EngineConfig(model_dir="", max_seq_len=4096, max_input_len=4095, max_num_seqs=64, **tokens)
+    result = Scheduler(config, KVCacheManager([BlockPool(4096)], 16, reuse))
+    for handle, length in enumerate(lengths, 1):
+        result.submit(of_length(length, handle))
+    return result
+
+
+@pytest.mark.parametrize(
+    ("lengths", "steps"),
+    [
+        ([2500], [[1000], [1000], [500]]),
+        ([2500, 100, 300], [[100, 300, 600], [998], [902]]),
+        ([2500, 400, 400, 400], [[400, 600], [400, 599], [400, 598], [703]]),
+        ([2500, 501], [[1000], [1000], [500, 500], [1]]),
+        ([2500, 2500, 200], [[200, 800], [999], [701, 298], [998], [998], [206]]),
+        ([1000, 2500, 100], [[1000], [100, 899], [998], [603]]),
+    ],
+    ids=str,
+)
+def test_a_prompt_of_several_steps_leaves_half_of_each_to_those_that_this_ends(lengths, steps):
+    """Others of several steps wait for it, whatever their place in the queue."""
+    assert prompts_of_steps(of_short_steps(*lengths)) == steps
+
+
+def test_who_comes_while_a_long_prompt_is_computed_does_not_wait_for_it():
+    running = of_short_steps(4000)
+    assert [prompt_lengths(running.schedule(in_flight=False)) for _ in range(2)] == [[1000], [1000]]
+    running.submit(of_length(3000, 2))
+    running.submit(of_length(200, 3))
+    assert prompts_of_steps(running)[:2] == [[200, 800], [999]]
+    assert [request.handle for request in running.running.values()] == [1, 3, 2]
+
+
+def test_a_long_prompt_is_not_slowed_down_by_requests_of_a_lower_priority():
+    running = of_short_steps(4000)
+    running.schedule(in_flight=False)
+    for handle, priority in ((2, 1), (3, 0), (4, -1)):
+        request = of_length(100, handle)
+        request.priority = priority
+        running.submit(request)
+    assert prompts_of_steps(running) == [[100, 100, 800], [998], [998], [204, 100]]
+    assert list(running.running) == [1, 4, 3, 2]
+
+
+def test_a_long_prompt_is_overtaken_by_what_the_prefix_cache_has_nearly_all_of():
+    running = of_short_steps(1000, reuse=True)
+    assert prompts_of_steps(running) == [[1000]]
+    running.submit(Request(2, np.ones(3000, np.int32), SamplingParams(max_tokens=8), 8))
+    running.submit(of_length(1200, 3))
+    assert prompt_lengths(running.schedule(in_flight=False)) == [1200 - 992, 999 - 208]
+
+
+def test_a_long_prompt_whose_logits_are_wanted_leaves_what_it_does_not_take():
+    config = EngineConfig(
+        model_dir="",
+        max_seq_len=4096,
+        max_input_len=4095,
+        max_num_tokens=1000,
+        max_num_tokens_while_decoding=1000,
+    )
+    running = Scheduler(config, KVCacheManager([BlockPool(4096)], 16, False), logits_tokens=100)
+    params = SamplingParams(max_tokens=8, context_logits=True)
+    running.submit(Request(handle=1, prompt=np.zeros(2000, np.int32), params=params, max_new=8))
+    running.submit(of_length(900, 2))
+    assert prompt_lengths(running.schedule(in_flight=False)) == [900, 100]
+
+
 def test_tokens_that_the_prefix_cache_has_do_not_count():
     chunked = scheduler(*[2000] * 4, reuse=True)
     assert prompts_of_steps(chunked) == [[2000], [16, 16, 16]]

@@ -70,10 +70,9 @@ class RequestQueue:
         """Make a preempted request the head. Its deadline was for its first slot."""
         self._insert(request, (1, 0, 0, next(self._count)))
 
-    def pop(self) -> None:
-        """Take the head out, as it has a slot."""
-        request = self._line.pop()[-1]
-        self._leave(request)
+    def take(self, request: Request) -> None:
+        """Take a request out, as it has a slot."""
+        self.remove(request)
         request.deadline_ns = 0
 
     def remove(self, request: Request) -> None:

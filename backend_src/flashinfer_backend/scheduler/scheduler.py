@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses what each step computes: decodes, and prompt chunks in order of admission.
+"""Chooses what each step computes: decodes, and prompt chunks in order of admission. A prompt that is longer
+than a step leaves up to half of each to prompts that this half computes to their end.
 
 The scheduler runs one step ahead of what is known: a planned decode is assumed to yield one token, or with
 drafts all that it can, until `correct` is told otherwise. A sequence that turns out to have ended leaves
@@ -11,6 +12,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -271,36 +273,81 @@ class Scheduler:
     def _plan_prompts(self, budget: int, updates: list[Update]) -> list[Chunk]:
         """Chunks within `budget` tokens; admits waiting requests."""
         chunks: list[Chunk] = []
-        table = self.table
         candidates = deque(self.prefilling)
         whole = budget
+        long = None  # the first prompt that this step cannot end, whatever else it has
         while budget > 0:
             if candidates:
                 request = candidates.popleft()
             else:
-                admitted = self._admit(budget, whole - budget, updates)
+                admitted = None
+                if self.queue:
+                    admitted = self._admit(self.queue.head, budget, whole - budget, updates)
                 if admitted is None:
                     break
                 request = admitted
-            start = int(table.computed[request.slot])
-            length = min(int(table.known[request.slot]) - start, budget)
-            if request.params.context_logits and self._logits_tokens is not None:
-                length = min(length, self._logits_tokens)
-            if self.kv_manager.windows:
-                length = self.kv_manager.fit_chunk(request, start, length)
-            within = [border - start for border in request.borders if 0 < border - start < length]
-            if len(within) > 1 or (within and within[0] < CUT_TOKENS):
-                length = within[0]
-            chunks.append(Chunk(request, start, length))
-            budget -= length
+            if self._left(request) > whole:
+                long = request
+                break
+            chunks.append(self._chunk(request, budget))
+            budget -= chunks[-1].length
+        if long is not None:
+            room = budget - min(self._wanted(long), budget - budget // 2)
+            for request in candidates:
+                if self._left(request) <= room:
+                    chunks.append(self._chunk(request, room))
+                    room, budget = room - chunks[-1].length, budget - chunks[-1].length
+            for request in self._overtaking(long, room, updates):
+                chunks.append(self._chunk(request, budget))
+                budget -= chunks[-1].length
+            chunks.append(self._chunk(long, budget))
         return chunks
 
-    def _admit(self, budget: int, together: int, updates: list[Update]) -> Request | None:
-        """Move the head of the queue to a slot if slot, blocks, `budget` and the tokens that are
-        `together` in the step already allow."""
-        if not self.queue or not self.table.free:
+    def _left(self, request: Request) -> int:
+        """Tokens of a running request's prompt that are not computed."""
+        return int(self.table.known[request.slot] - self.table.computed[request.slot])
+
+    def _wanted(self, request: Request) -> int:
+        """Tokens of a running request's prompt that its next chunk has, in a step with room for them."""
+        left = self._left(request)
+        if request.params.context_logits and self._logits_tokens is not None:
+            return min(left, self._logits_tokens)
+        return left
+
+    def _chunk(self, request: Request, most: int) -> Chunk:
+        """The next of a running request's prompt, of up to `most` tokens."""
+        start, length = int(self.table.computed[request.slot]), min(self._wanted(request), most)
+        if self.kv_manager.windows:
+            length = self.kv_manager.fit_chunk(request, start, length)
+        within = [border - start for border in request.borders if 0 < border - start < length]
+        if len(within) > 1 or (within and within[0] < CUT_TOKENS):
+            length = within[0]
+        return Chunk(request, start, length)
+
+    def _overtaking(self, long: Request, room: int, updates: list[Update]) -> Iterator[Request]:
+        """Admits waiting requests, from the queue's head on, whose remaining tokens fit `room` together; none
+        of a lower priority than the long prompt's, which has to share its steps."""
+        most_tokens, most_requests = MOST_LOOKED_UP
+        size = self.config.tokens_per_block
+        for request in list(itertools.islice(self.queue, most_requests)):
+            if not self.table.free or not room:
+                break
+            if request.priority > long.priority:
+                continue
+            if len(request.block_keys) < request.num_tokens // size:
+                if request.num_tokens > most_tokens:
+                    continue
+                most_tokens -= request.num_tokens
+            new_tokens = request.num_tokens - self.kv_manager.count(self._reusable(request))[0] * size
+            if new_tokens <= room and self._admit(request, room, 0, updates):
+                room -= new_tokens
+                yield request
+
+    def _admit(self, request: Request, budget: int, together: int, updates: list[Update]) -> Request | None:
+        """Move a waiting request to a slot if slot, blocks, `budget` and the tokens that are `together` in
+        the step already allow."""
+        if not self.table.free:
             return None
-        request = self.queue.head
         size, num_tokens = self.config.tokens_per_block, request.num_tokens
         reusable = self._reusable(request)
         found, unheld = self.kv_manager.count(reusable)
@@ -329,7 +376,7 @@ class Scheduler:
                 self.kv_manager.keep(reusable[:found])
             return None
         new = min(needed, pool.available - pool.cached)
-        self.queue.pop()
+        self.queue.take(request)
         slot = self.table.occupy(request, columns, found * size)
         if self._pace is not None:
             self._pace.begin(slot)
