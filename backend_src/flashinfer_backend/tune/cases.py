@@ -328,7 +328,7 @@ FORMS: tuple[tuple[int, int, int, int | None], ...] = (
     (64, 3, 4, None), (64, 4, 4, None), (64, 3, 4, 128), (128, 2, 4, None), (128, 3, 4, None),
     (128, 4, 4, None), (128, 3, 8, None), (128, 3, 8, 128),
 )  # fmt: skip
-PROGRAMS = {1: (4, 8, 16), 2: (2, 4, 8), 4: (2, 4, 8), 8: (1, 2, 4)}  # for each SM, by warps
+PROGRAMS = {1: (4, 6, 8, 12), 2: (2, 4, 8), 4: (2, 4, 8), 8: (1, 2, 4)}  # for each SM, by warps
 SHORT = 64  # rows, up to which programs are short: what they load before they may begin counts
 
 
