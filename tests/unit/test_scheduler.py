@@ -140,12 +140,45 @@ def test_a_long_prompt_is_not_slowed_down_by_requests_of_a_lower_priority():
     assert list(running.running) == [1, 4, 3, 2]
 
 
+def test_who_waits_with_a_higher_priority_is_not_overtaken():
+    """It would find no slot and no blocks later."""
+    running = of_short_steps(4000)
+    running.schedule(in_flight=False)
+    for handle, length, priority in ((2, 3000, -5), (3, 100, 0), (4, 100, -5)):
+        request = of_length(length, handle)
+        request.priority = priority
+        running.submit(request)
+    assert prompts_of_steps(running)[:3] == [[100, 900], [999], [999]]
+    assert list(running.running) == [1, 4, 2, 3]
+
+
+def test_many_long_prompts_that_wait_are_overtaken():
+    """With or without prefix reuse: what does not fit is hashed only where it may be cached."""
+    for reuse in (False, True):
+        running = of_short_steps(4000, *[3000] * 20, reuse=reuse)
+        running.submit(Request(99, np.ones(100, np.int32), SamplingParams(max_tokens=8), 8))
+        assert prompt_lengths(running.schedule(in_flight=False)) == [100, 900]
+
+
 def test_a_long_prompt_is_overtaken_by_what_the_prefix_cache_has_nearly_all_of():
     running = of_short_steps(1000, reuse=True)
     assert prompts_of_steps(running) == [[1000]]
     running.submit(Request(2, np.ones(3000, np.int32), SamplingParams(max_tokens=8), 8))
     running.submit(of_length(1200, 3))
     assert prompt_lengths(running.schedule(in_flight=False)) == [1200 - 992, 999 - 208]
+
+
+def test_who_begins_like_a_long_prompt_of_a_model_with_states_does_not_wait_for_its_end():
+    """Only its end's states are kept, of which the other has no use."""
+    tokens = {"max_num_tokens": 1000, "max_num_tokens_while_decoding": 1000}
+    config = EngineConfig(model_dir="", max_seq_len=4096, max_input_len=4095, max_num_seqs=64, **tokens)
+    running = Scheduler(config, KVCacheManager([BlockPool(4096)], 16, True, snapshots=BlockPool(50)))
+    running.submit(of_length(4000, 1))
+    running.schedule(in_flight=False)
+    prompt = np.concatenate([np.zeros(320, np.int32), np.ones(100, np.int32)])
+    running.submit(Request(2, prompt, SamplingParams(max_tokens=8), 8))
+    assert prompt_lengths(running.schedule(in_flight=False)) == [320, 680]
+    assert prompt_lengths(running.schedule(in_flight=False)) == [100, 900]
 
 
 def test_a_long_prompt_whose_logits_are_wanted_leaves_what_it_does_not_take():
@@ -161,6 +194,8 @@ def test_a_long_prompt_whose_logits_are_wanted_leaves_what_it_does_not_take():
     running.submit(Request(handle=1, prompt=np.zeros(2000, np.int32), params=params, max_new=8))
     running.submit(of_length(900, 2))
     assert prompt_lengths(running.schedule(in_flight=False)) == [900, 100]
+    running.submit(of_length(2500, 3))
+    assert prompt_lengths(running.schedule(in_flight=False)) == [100, 899]
 
 
 def test_tokens_that_the_prefix_cache_has_do_not_count():

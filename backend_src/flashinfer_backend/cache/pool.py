@@ -42,6 +42,9 @@ class BlockPool:
         """How many blocks of a sequence its tokens from `block` on do not read."""
         return 0 if self.tail is None else max(0, block - self.tail)
 
+    def has(self, key: bytes) -> bool:
+        return key in self._block_of
+
     def match(self, keys: list[bytes]) -> list[int]:
         """Blocks that hold the longest known prefix of `keys`. The caller now holds each."""
         blocks = []

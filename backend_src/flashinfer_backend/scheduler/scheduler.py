@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses what each step computes: decodes, and prompt chunks in order of admission. A prompt that is longer
-than a step leaves up to half of each to prompts that this half computes to their end.
+"""Chooses what each step computes: decodes, and prompt chunks in order of admission, but for short prompts: a
+prompt that is longer than what a step has for prompts leaves half of that to those that it ends.
 
 The scheduler runs one step ahead of what is known: a planned decode is assumed to yield one token, or with
 drafts all that it can, until `correct` is told otherwise. A sequence that turns out to have ended leaves
@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -35,6 +34,9 @@ NO_CUTS = NONE.reshape(0, 3)
 # How many tokens and requests that wait are looked up in the prefix cache in each step: 8192 tokens take
 # 0.4 ms, of which all but 0.04 are hashing, once. The head, which is next, is looked up whatever its length.
 MOST_LOOKED_UP = 8192, 16
+# How many waiting requests are looked at in a step for short ones that overtake a long prompt; prompts that
+# do not fit their room whole are hashed, for up to as many tokens as above.
+MOST_OVERTAKING = 256
 # How far apart the states of layers that keep some are saved, at least, in tokens. The states of 64 sequences
 # are read and written in some 5 % of their step's time, so 1 / 64 of that is spent.
 SNAPSHOT_TOKENS = 64
@@ -274,8 +276,7 @@ class Scheduler:
         """Chunks within `budget` tokens; admits waiting requests."""
         chunks: list[Chunk] = []
         candidates = deque(self.prefilling)
-        whole = budget
-        long = None  # the first prompt that this step cannot end, whatever else it has
+        whole, long = budget, None
         while budget > 0:
             if candidates:
                 request = candidates.popleft()
@@ -286,22 +287,54 @@ class Scheduler:
                 if admitted is None:
                     break
                 request = admitted
-            if self._left(request) > whole:
+            if long is None and self._left(request) > whole:
                 long = request
-                break
+                others = self._overtake(long, budget, candidates, updates)
+                budget -= sum(chunk.length for chunk in others)
+                chunks += others
             chunks.append(self._chunk(request, budget))
             budget -= chunks[-1].length
-        if long is not None:
-            room = budget - min(self._wanted(long), budget - budget // 2)
-            for request in candidates:
-                if self._left(request) <= room:
-                    chunks.append(self._chunk(request, room))
-                    room, budget = room - chunks[-1].length, budget - chunks[-1].length
-            for request in self._overtaking(long, room, updates):
-                chunks.append(self._chunk(request, budget))
-                budget -= chunks[-1].length
-            chunks.append(self._chunk(long, budget))
         return chunks
+
+    def _overtake(
+        self, long: Request, budget: int, candidates: deque[Request], updates: list[Update]
+    ) -> list[Chunk]:
+        """Chunks that end prompts within half of `budget`, or what a prompt that takes several steps does not
+        want of it: of `candidates`, which run and are taken out of them, and of waiting requests, from the
+        queue's head on. None has a lower priority than a prompt that it overtakes."""
+        chunks: list[Chunk] = []
+        room = budget - min(self._wanted(long), budget - budget // 2)
+        self._chunk(long, budget - room)  # promised in groups with windows before others are let in
+        for request in [request for request in candidates if self._left(request) <= room]:
+            if self._left(request) <= room:
+                candidates.remove(request)
+                chunks.append(self._chunk(request, room))
+                room -= chunks[-1].length
+        allowed, most_tokens = long.priority, MOST_LOOKED_UP[0]
+        for request in list(itertools.islice(self.queue, MOST_OVERTAKING)):
+            if not self.table.free or not room:
+                break
+            if request.priority <= allowed:
+                hashed = self._unnamed(request) if request.num_tokens > room else 0
+                if hashed <= most_tokens:
+                    most_tokens -= hashed
+                    if self._ends_within(request, room) and self._admit(request, room, 0, updates):
+                        chunks.append(self._chunk(request, room))
+                        room -= chunks[-1].length
+                        continue
+            allowed = min(allowed, request.priority)
+        return chunks
+
+    def _ends_within(self, request: Request, room: int) -> bool:
+        """Whether a step with `room` computes all of a waiting request's prompt that is not cached."""
+        size = self.config.tokens_per_block
+        needed = -(-(request.num_tokens - room) // size)  # blocks that have to be cached
+        if needed <= 0:
+            return True
+        keys, full = self._reusable(request), self.kv_manager.full
+        if needed > len(keys) or (full is not None and not full.has(keys[needed - 1])):
+            return False
+        return self.kv_manager.count(keys)[0] >= needed
 
     def _left(self, request: Request) -> int:
         """Tokens of a running request's prompt that are not computed."""
@@ -323,25 +356,6 @@ class Scheduler:
         if len(within) > 1 or (within and within[0] < CUT_TOKENS):
             length = within[0]
         return Chunk(request, start, length)
-
-    def _overtaking(self, long: Request, room: int, updates: list[Update]) -> Iterator[Request]:
-        """Admits waiting requests, from the queue's head on, whose remaining tokens fit `room` together; none
-        of a lower priority than the long prompt's, which has to share its steps."""
-        most_tokens, most_requests = MOST_LOOKED_UP
-        size = self.config.tokens_per_block
-        for request in list(itertools.islice(self.queue, most_requests)):
-            if not self.table.free or not room:
-                break
-            if request.priority > long.priority:
-                continue
-            if len(request.block_keys) < request.num_tokens // size:
-                if request.num_tokens > most_tokens:
-                    continue
-                most_tokens -= request.num_tokens
-            new_tokens = request.num_tokens - self.kv_manager.count(self._reusable(request))[0] * size
-            if new_tokens <= room and self._admit(request, room, 0, updates):
-                room -= new_tokens
-                yield request
 
     def _admit(self, request: Request, budget: int, together: int, updates: list[Update]) -> Request | None:
         """Move a waiting request to a slot if slot, blocks, `budget` and the tokens that are `together` in
@@ -440,6 +454,13 @@ class Scheduler:
             return []
         return request.block_keys[: (request.num_tokens - 1) // self.config.tokens_per_block]
 
+    def _unnamed(self, request: Request) -> int:
+        """Tokens of a waiting request that are hashed when its blocks are named."""
+        if not self.kv_manager.reuse and not request.share_prompt_with:
+            return 0
+        size = self.config.tokens_per_block
+        return (request.num_tokens // size - len(request.block_keys)) * size
+
     def _name_blocks(self, request: Request) -> None:
         """Keys under which the request's full blocks may be shared; none if it shares nothing. They are kept
         while it waits: those of a long prompt take milliseconds."""
@@ -464,6 +485,10 @@ class Scheduler:
             count = found + 1
             while count < min(len(keys), len(theirs)) and theirs[count] == keys[count]:
                 count += 1
+            if self.kv_manager.snapshots is not None:  # others go on only where its states will be kept
+                size, computed = self.config.tokens_per_block, self.table.computed[other.slot]
+                kept = [border // size for border in other.borders if border > computed]
+                count = max((blocks for blocks in kept if blocks <= count), default=found)
             longest = max(longest, count - found)
         return longest
 
