@@ -34,9 +34,9 @@ class _Chunk(NamedTuple):
 
 
 class Uploader:
-    """Brings the tensors in these ranges of files to a device, in this order. Threads read chunks of what comes
-    next into pinned buffers, also beyond the tensor that is asked for, so that neither they nor the device
-    wait while something is done with a tensor.
+    """Brings the tensors in these ranges of files to a device, in this order. Threads read chunks of what
+    comes next into pinned buffers, also beyond the tensor that is asked for, so that neither they nor the
+    device wait while something is done with a tensor.
 
     Pinned memory of BUFFERS * CHUNK bytes, the threads and the open files are its own until it is closed; on
     a CPU nothing is pinned. Each file stays open that long, a descriptor for each shard: some 200 of the
