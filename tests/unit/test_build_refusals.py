@@ -87,9 +87,10 @@ def test_a_quantised_checkpoint_is_not_quantised_again(refused, build, tmp_path)
     assert build(model=folder)[0] == 0
 
 
-def test_head_dim_without_flashinfer_attention(refused, build, tmp_path):
+@pytest.mark.parametrize("setting", ["attention_backend=fa2", "device=cuda"])
+def test_head_dim_without_flashinfer_attention(refused, build, tmp_path, setting):
     folder = write_checkpoint(tmp_path / "narrow", head_dim=32)
-    err = refused("--set", "attention_backend=fa2", model=folder)
+    err = refused("--set", setting, model=folder)
     assert "has head_dim 64, 128, 256, and the checkpoint's is 32: set attention_backend=torch" in err
     assert build("--set", "attention_backend=torch", model=folder)[0] == 0
 

@@ -167,17 +167,18 @@ def _check_device(values: dict[str, str], model: ModelSpec | None, problems: lis
     in_fp8 = model is not None and model.format.startswith("fp8")
     if values["device"] == "cuda" and backend != "torch" and in_fp8 and dtype in ("float16", "float32"):
         problems.append(f"dtype={dtype}: weights in FP8 need dtype=bfloat16 or auto on a GPU")
-    if backend in ("fa2", "xqa", "triton"):
-        if dtype == "float32":
-            problems.append(
-                f"attention_backend={backend} computes in bfloat16 or float16: dtype=float32 needs "
-                "attention_backend=torch"
-            )
-        if model and model.attention.head_dim not in GPU_HEAD_DIMS:
-            problems.append(
-                f"attention_backend={backend} has head_dim {', '.join(map(str, GPU_HEAD_DIMS))}, and "
-                f"the checkpoint's is {model.attention.head_dim}: set attention_backend=torch"
-            )
+    kernels = backend in ("fa2", "xqa", "triton")
+    if kernels and dtype == "float32":
+        problems.append(
+            f"attention_backend={backend} computes in bfloat16 or float16: dtype=float32 needs "
+            "attention_backend=torch"
+        )
+    on_gpu = values["device"] == "cuda" or kernels
+    if on_gpu and backend != "torch" and model and model.attention.head_dim not in GPU_HEAD_DIMS:
+        problems.append(
+            f"attention_backend={backend} has head_dim {', '.join(map(str, GPU_HEAD_DIMS))}, and "
+            f"the checkpoint's is {model.attention.head_dim}: set attention_backend=torch"
+        )
     if backend == "torch" and graphs not in ("auto", "none"):
         problems.append(
             f"cuda_graph_batch_sizes={graphs} needs FlashInfer's attention: with attention_backend=torch it "
