@@ -14,7 +14,7 @@ import pytest
 
 from flashinfer_backend.core.bounds import GRAMMAR
 from flashinfer_backend.structured.grammar import GrammarError
-from flashinfer_backend.structured.json_schema import FORMAT_PATTERNS, NATIVE_FORMATS
+from flashinfer_backend.structured.json_schema import FORMAT_PATTERNS, NATIVE_FORMATS, checked_schema
 from unit.grammars import END, admits, allowed, matcher
 
 X = {"const": "x"}
@@ -372,6 +372,12 @@ def test_what_is_too_large_or_no_json_is_refused(text, message):
     with pytest.raises(GrammarError, match=message) as refused:
         matcher("json_schema", text)
     assert len(str(refused.value)) < 300
+
+
+@pytest.mark.parametrize("schema", [{"maximum": 10**400}, {"enum": [10**400]}, {"const": {"a": -(10**400)}}])
+def test_numbers_beyond_floating_point_in_a_schema_that_is_no_text_are_refused(schema):
+    with pytest.raises(GrammarError, match="a number that is too large"):
+        checked_schema(schema)
 
 
 def test_the_deepest_schema_is_taken():

@@ -36,7 +36,7 @@ NO_CUTS = NONE.reshape(0, 3)
 MOST_LOOKED_UP = 8192, 16
 # How many waiting requests are looked at in a step for short ones that overtake a long prompt; prompts that
 # do not fit their room whole are hashed, for up to as many tokens as above.
-MOST_OVERTAKING = 256
+MOST_OVERTAKING = 1024
 # How far apart the states of layers that keep some are saved, at least, in tokens. The states of 64 sequences
 # are read and written in some 5 % of their step's time, so 1 / 64 of that is spent.
 SNAPSHOT_TOKENS = 64

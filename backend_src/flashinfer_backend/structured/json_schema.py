@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -466,13 +467,12 @@ def _check_values(checked: Schema, path: str) -> int:
         value = checked.get(keyword, 0)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise _refused(path, f"{keyword!r} is {_short(str(value))}", "it should be a number")
-        if math.isinf(value):
+        if abs(value) > sys.float_info.max:
             raise GrammarError(TOO_LARGE)
         if abs(value) > EXACT:  # a bound that is far out moves in
-            inner = math.copysign(EXACT, value)
             if (value > 0) != keyword.endswith("aximum"):
                 raise _refused(path, f"{keyword!r} {_short(str(value))} is beyond 2^53", "use a string")
-            checked[keyword] = int(inner)
+            checked[keyword] = EXACT if value > 0 else -EXACT
         elif _is_rounded(value):
             raise _refused(path, f"{keyword!r} {value!r} has too many digits", DIGITS)
     low = max(checked.get("minimum", -EXACT), checked.get("exclusiveMinimum", -EXACT))
@@ -531,7 +531,7 @@ def _check_constants(value: Any, path: str, depth: int) -> int:
         if isinstance(item, (dict, list)):
             containers += _check_constants(item, path, depth + 1)
         elif isinstance(item, (int, float)) and abs(item) > EXACT:
-            if math.isinf(item):
+            if abs(item) > sys.float_info.max:
                 raise GrammarError(TOO_LARGE)
             what = _short(str(item))
             raise _refused(path, f"{what} in 'enum' or 'const' is beyond 2^53", "use a string")
