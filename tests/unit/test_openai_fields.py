@@ -186,6 +186,13 @@ def test_compressed_bodies(encoding: str, body: bytes, status: int, words: str) 
     assert found == status and words in json.dumps(answer)
 
 
+def test_a_body_that_is_coded_for_its_way_is_refused() -> None:
+    call = Api(max_body_bytes=MOST).call
+    assert call("/tokenize", TEXT, transfer_encoding="chunked")[0] == 200
+    found, _, answer = call("/tokenize", gzip.compress(TEXT), transfer_encoding="gzip, chunked")
+    assert found == 501 and "Transfer-Encoding is gzip, chunked; it should be chunked" in json.dumps(answer)
+
+
 def test_members_of_a_compressed_body_have_a_bound() -> None:
     empty = gzip.compress(b"", mtime=0)
     assert decompressed(empty * MOST_MEMBERS, "gzip", 9) == b""

@@ -379,8 +379,9 @@ class Bodies:
         it has arrived."""
         parts, task = [], asyncio.current_task()
         assert task is not None
-        encoding = encoding_of(request.headers.get("content-encoding", ""))
-        declared = request.headers.get("content-length", "").lstrip("0")
+        headers = request.headers
+        encoding = encoding_of(headers.get("content-encoding", ""), headers.get("transfer-encoding", ""))
+        declared = headers.get("content-length", "").lstrip("0")
         own = _Body(task, int(declared) if declared.isdigit() else 0)
         if own.size > self._most:
             raise _too_large(self._most)
