@@ -331,10 +331,11 @@ class Scheduler:
         needed = -(-(request.num_tokens - room) // size)  # blocks that have to be cached
         if needed <= 0:
             return True
-        keys, full = self._reusable(request), self.kv_manager.full
+        self._name_blocks(request)
+        keys, full = request.block_keys, self.kv_manager.full
         if needed > len(keys) or (full is not None and not full.has(keys[needed - 1])):
-            return False
-        return self.kv_manager.count(keys)[0] >= needed
+            return False  # nearly always; a long prompt has many keys to count
+        return self.kv_manager.count(self._reusable(request))[0] >= needed
 
     def _left(self, request: Request) -> int:
         """Tokens of a running request's prompt that are not computed."""
