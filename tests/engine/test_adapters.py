@@ -176,7 +176,7 @@ def test_a_4_bit_model_with_all_at_once(ranks: int, tmp_path: Path, monkeypatch:
     prompts, draw = [prompt + prompt[:10] for prompt in make_prompts(4)], random.Random(ranks)
     peft = PeftModel.from_pretrained(copy.deepcopy(checkpoint.model), chosen[1], "1").double()
     peft.load_adapter(chosen[2], "2")
-    few = {"max_num_tokens": 24, "max_num_tokens_while_decoding": 24, "max_tokens_in_paged_kv_cache": 144}
+    few = {"max_num_tokens": 24, "max_num_tokens_while_decoding": 24, "max_tokens_in_paged_kv_cache": 128}
     settings = {"max_num_seqs": 6, "max_seq_len": 160, "speculative_method": "ngram", **few, **ADAPTERS}
     core = start_ranks(checkpoint.folder, ranks, monkeypatch, **settings)
     kinds = [(draw.randrange(4), draw.randrange(3)) for _ in range(24)]
