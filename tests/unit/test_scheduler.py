@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flashinfer_backend.cache.groups import decoding_blocks, tail_blocks
 from flashinfer_backend.cache.pool import BlockPool
 from flashinfer_backend.core import tuned
 from flashinfer_backend.core.config import EngineConfig
@@ -93,11 +94,11 @@ def test_a_backlog_of_more_than_a_step_is_worked_off_in_full_steps():
     assert steps == [[2000, 2000, 2000, 2000, 192], [1808], [2000], [2000], [2000], [2000]]
 
 
-def of_short_steps(*lengths: int, reuse: bool = False) -> Scheduler:
+def of_short_steps(*lengths: int, reuse: bool = False, pools: list[BlockPool] | None = None) -> Scheduler:
     """Of 1000 tokens a step."""
     tokens = {"max_num_tokens": 1000, "max_num_tokens_while_decoding": 1000}
     config = EngineConfig(model_dir="", max_seq_len=4096, max_input_len=4095, max_num_seqs=64, **tokens)
-    result = Scheduler(config, KVCacheManager([BlockPool(4096)], 16, reuse))
+    result = Scheduler(config, KVCacheManager(pools or [BlockPool(4096)], 16, reuse))
     for handle, length in enumerate(lengths, 1):
         result.submit(of_length(length, handle))
     return result
@@ -179,6 +180,23 @@ def test_who_begins_like_a_long_prompt_of_a_model_with_states_does_not_wait_for_
     running.submit(Request(2, prompt, SamplingParams(max_tokens=8), 8))
     assert prompt_lengths(running.schedule(in_flight=False)) == [320, 680]
     assert prompt_lengths(running.schedule(in_flight=False)) == [100, 900]
+
+
+def test_a_long_prompt_keeps_its_half_where_windows_have_few_blocks():
+    """Those that overtake it become streams, whose windows could take all blocks that it wants."""
+    tail = tail_blocks(512, 16)
+    pools = [BlockPool(4096), BlockPool(2 * decoding_blocks(tail, 16, 0) + 1000 // 16 + 1, tail)]
+    running = of_short_steps(4000, pools=pools)
+    for handle in range(2, 40):
+        running.submit(of_length(450, handle, max_new=60))
+    running.schedule(in_flight=False)
+    steps = 1
+    while running.requests[1] in running.prefilling:
+        plan = running.schedule(in_flight=False)
+        assert plan is not None
+        finish(running, plan)
+        steps += 1
+    assert steps < 12
 
 
 def test_a_long_prompt_whose_logits_are_wanted_leaves_what_it_does_not_take():

@@ -310,12 +310,14 @@ class Scheduler:
                 candidates.remove(request)
                 chunks.append(self._chunk(request, room))
                 room -= chunks[-1].length
-        allowed, most_tokens = long.priority, MOST_LOOKED_UP[0]
+        allowed, most_tokens, size = long.priority, MOST_LOOKED_UP[0], self.config.tokens_per_block
         for request in list(itertools.islice(self.queue, MOST_OVERTAKING)):
             if not self.table.free or not room:
                 break
             if request.priority <= allowed:
-                hashed = self._unnamed(request) if request.num_tokens > room else 0
+                hashed = 0
+                if request.num_tokens > room:
+                    hashed = (request.num_tokens // size - len(request.block_keys)) * size
                 if hashed <= most_tokens:
                     most_tokens -= hashed
                     if self._ends_within(request, room) and self._admit(request, room, 0, updates):
@@ -454,13 +456,6 @@ class Scheduler:
         if request.params.context_logits:
             return []
         return request.block_keys[: (request.num_tokens - 1) // self.config.tokens_per_block]
-
-    def _unnamed(self, request: Request) -> int:
-        """Tokens of a waiting request that are hashed when its blocks are named."""
-        if not self.kv_manager.reuse and not request.share_prompt_with:
-            return 0
-        size = self.config.tokens_per_block
-        return (request.num_tokens // size - len(request.block_keys)) * size
 
     def _name_blocks(self, request: Request) -> None:
         """Keys under which the request's full blocks may be shared; none if it shares nothing. They are kept
