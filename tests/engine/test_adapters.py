@@ -111,7 +111,7 @@ def asks(adapter: Path | None, **more: Any) -> SamplingParams:
 
 
 def test_each_sequence_has_its_adapter(made: tuple[Path, list[Path]], tmp_path: Path) -> None:
-    """More adapters than slots, in chunks, with preemption and prefix hits: prompts are the same for all."""
+    """More adapters than places, in chunks, with preemption and prefix hits: prompts are the same for all."""
     model, adapters = made
     chosen: list[Path | None] = [None, *adapters]
     prompts = make_prompts(4)
@@ -310,7 +310,7 @@ def test_what_is_wrong_with_an_adapter_fails_its_requests_alone(
             client.wait([going_on, failing])
             assert said in client.failure[failing].message
             assert client.tokens[going_on] == plain[0]
-        # A file that is written anew is another adapter, and the slot that failed is free.
+        # A file that is written anew is another adapter, and the place that failed is free.
         (broken / "adapter_config.json").write_text(json.dumps(config))
         client.failure.clear()
         assert client.generate(prompts, asks(broken)) == adapted
@@ -325,7 +325,7 @@ def test_an_adapter_that_failed_for_a_cancelled_request_is_tried_again(tmp_path:
         (tmp_path / name).touch()
     loads: list[Future[Any]] = []
 
-    def load(slot: int, folder: str) -> Future[Any]:
+    def load(place: int, folder: str) -> Future[Any]:
         loads.append(Future())
         return loads[-1]
 
@@ -340,18 +340,18 @@ def test_an_adapter_that_failed_for_a_cancelled_request_is_tried_again(tmp_path:
     assert [problem for _, problem in preparation.ready()] == [None]
 
 
-def test_requests_that_wait_for_a_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_wait_for_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are overtaken for a while, then come first. A turn does not look at each of thousands."""
     clock, looks = SimpleNamespace(now=0.0), []
     monkeypatch.setattr(adapters, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    slot_of = AdapterPreparation._slot_of
-    monkeypatch.setattr(AdapterPreparation, "_slot_of", lambda *args: looks.append(1) or slot_of(*args))
+    place_of = AdapterPreparation._place_of
+    monkeypatch.setattr(AdapterPreparation, "_place_of", lambda *args: looks.append(1) or place_of(*args))
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         for file in ("adapter_config.json", "adapter_model.safetensors"):
             (tmp_path / name / file).touch()
 
-    def load(slot: int, folder: str) -> Future[Any]:
+    def load(place: int, folder: str) -> Future[Any]:
         loaded: Future[Any] = Future()
         loaded.set_result(Adapter(Path(folder), ((0, 0), (0, 0)), 1, ()))
         return loaded
@@ -386,7 +386,7 @@ def test_requests_that_wait_for_a_slot(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_an_adapter_that_gave_way_to_others_is_named(tmp_path: Path) -> None:
-    """The weights of a task id, whose requests waited for a slot."""
+    """The weights of a task id, whose requests waited for a place."""
     task = tmp_path / "task"
     task.mkdir()
     for name in ("adapter_config.json", "adapter_model.safetensors"):

@@ -63,7 +63,7 @@ def engine(**settings: object) -> tuple[Engine, Barrier]:
 
 
 def until(made: Engine, barrier: Barrier, waiting: int) -> None:
-    """So many wait at the barrier."""
+    """Advances the preparations until `waiting` requests wait at the barrier."""
     while len(barrier) < waiting:
         time.sleep(0.001)
         made.loop.preparations.advance()

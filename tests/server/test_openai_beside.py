@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The OpenAI API beside tritonserver: one engine, two APIs."""
+"""The OpenAI API and tritonserver: one engine, two APIs."""
 
 import json
 import os

@@ -135,7 +135,7 @@ def test_no_process_outlives_a_parent_that_is_killed(chat_model: Path, tmp_path:
         wait_for(lambda: set(server.leftovers()) <= set(files), "the processes to end")
 
 
-@pytest.mark.parametrize("apis", ["alone", "beside tritonserver"])
+@pytest.mark.parametrize("apis", ["alone", "with tritonserver"])
 def test_a_process_that_cannot_start_ends_the_whole(
     chat_model: Path, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apis: str
 ) -> None:

@@ -60,7 +60,7 @@ def test_a_model_has_the_name_of_its_ensemble(tmp_path, ensembles, expected):
     assert built_name(tmp_path / "llm" / "config.pbtxt", "llm") == expected
 
 
-@pytest.mark.parametrize("api", ["alone", "beside tritonserver"])
+@pytest.mark.parametrize("api", ["alone", "with tritonserver"])
 def test_a_package_that_is_missing_is_named_before_the_start(api, capsys, monkeypatch):
     monkeypatch.setattr(model, "PACKAGES", ("starlette", "a_package_that_is_not_here"))
     if api == "alone":

@@ -441,8 +441,8 @@ def test_a_stream_holds_back_what_may_begin_a_word(tokenizer: TextTokenizer) -> 
     (word,) = tokenizer.encode_batch([WORD], False)
     params = SamplingParams(max_tokens=50, stop_sequences=[word])
     wanted = Row(np.array([7], np.int32), params, streaming=True, exclude_stop_words=True)
-    nobody: Any = None
-    sequence = Sequence(nobody, wanted, ResponseIndices(), lambda _: None)
+    no_request: Any = None
+    sequence = Sequence(no_request, wanted, ResponseIndices(), lambda _: None)
     assert sequence.match_stop_words(DeltaDecoder(tokenizer.backend)) == params
 
     def sent(token: int, code: int = protocol.RUNNING) -> list[int] | None:
@@ -485,11 +485,11 @@ def test_a_stopped_sequence_waits_for_the_engines_times(tokenizer: TextTokenizer
 def test_words_that_stay_in_the_text_are_left_to_the_engine() -> None:
     """Following the text costs time, and a tokenizer, which a client of ids alone may not have."""
     params = SamplingParams(max_tokens=9, stop_sequences=[[5, 6]])
-    nobody: Any = None
+    no_request: Any = None
     for wanted, follows in (
         (Row(np.array([7], np.int32), params), False),
         (Row(np.array([7], np.int32), params, exclude_stop_words=True), True),
         (Row(np.array([7], np.int32), params, stop_words=["x"]), True),
         (Row(np.array([7], np.int32), SamplingParams(max_tokens=9), exclude_stop_words=True), False),
     ):
-        assert Sequence(nobody, wanted, ResponseIndices(), lambda _: None).follows_text == follows
+        assert Sequence(no_request, wanted, ResponseIndices(), lambda _: None).follows_text == follows

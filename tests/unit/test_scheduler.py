@@ -94,11 +94,18 @@ def test_a_backlog_of_more_than_a_step_is_worked_off_in_full_steps():
     assert steps == [[2000, 2000, 2000, 2000, 192], [1808], [2000], [2000], [2000], [2000]]
 
 
-def of_short_steps(*lengths: int, reuse: bool = False, pools: list[BlockPool] | None = None) -> Scheduler:
+def of_short_steps(
+    *lengths: int,
+    reuse: bool = False,
+    pools: list[BlockPool] | None = None,
+    snapshots: BlockPool | None = None,
+    logits_tokens: int | None = None,
+) -> Scheduler:
     """Of 1000 tokens a step."""
     tokens = {"max_num_tokens": 1000, "max_num_tokens_while_decoding": 1000}
     config = EngineConfig(model_dir="", max_seq_len=4096, max_input_len=4095, max_num_seqs=64, **tokens)
-    result = Scheduler(config, KVCacheManager(pools or [BlockPool(4096)], 16, reuse))
+    manager = KVCacheManager(pools or [BlockPool(4096)], 16, reuse, snapshots)
+    result = Scheduler(config, manager, logits_tokens=logits_tokens)
     for handle, length in enumerate(lengths, 1):
         result.submit(of_length(length, handle))
     return result
@@ -171,10 +178,7 @@ def test_a_long_prompt_is_overtaken_by_what_the_prefix_cache_has_nearly_all_of()
 
 def test_who_begins_like_a_long_prompt_of_a_model_with_states_does_not_wait_for_its_end():
     """Only its end's states are kept, of which the other has no use."""
-    tokens = {"max_num_tokens": 1000, "max_num_tokens_while_decoding": 1000}
-    config = EngineConfig(model_dir="", max_seq_len=4096, max_input_len=4095, max_num_seqs=64, **tokens)
-    running = Scheduler(config, KVCacheManager([BlockPool(4096)], 16, True, snapshots=BlockPool(50)))
-    running.submit(of_length(4000, 1))
+    running = of_short_steps(4000, reuse=True, snapshots=BlockPool(50))
     running.schedule(in_flight=False)
     prompt = np.concatenate([np.zeros(320, np.int32), np.ones(100, np.int32)])
     running.submit(Request(2, prompt, SamplingParams(max_tokens=8), 8))
@@ -200,14 +204,7 @@ def test_a_long_prompt_keeps_its_half_where_windows_have_few_blocks():
 
 
 def test_a_long_prompt_whose_logits_are_wanted_leaves_what_it_does_not_take():
-    config = EngineConfig(
-        model_dir="",
-        max_seq_len=4096,
-        max_input_len=4095,
-        max_num_tokens=1000,
-        max_num_tokens_while_decoding=1000,
-    )
-    running = Scheduler(config, KVCacheManager([BlockPool(4096)], 16, False), logits_tokens=100)
+    running = of_short_steps(logits_tokens=100)
     params = SamplingParams(max_tokens=8, context_logits=True)
     running.submit(Request(handle=1, prompt=np.zeros(2000, np.int32), params=params, max_new=8))
     running.submit(of_length(900, 2))

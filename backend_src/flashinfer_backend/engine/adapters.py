@@ -19,14 +19,14 @@ from flashinfer_backend.models.adapters import Adapter, AdapterError, State, ada
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S = 1.0  # for which requests that wait for a slot are overtaken by those whose adapter is there
+PATIENCE_S = 1.0  # for which requests that wait for a place are overtaken by those whose adapter is there
 
 # An adapter: its folder, and the state of its files. One that is replaced makes it another adapter.
 Key = tuple[str, State]
 
 
 @dataclass(eq=False)
-class AdapterSlot:
+class AdapterPlace:
     """key: names what it holds or will hold; future: until it is there; used: when a request last took it;
     root: in front of tokens in the keys of blocks, by the files as they were read."""
 
@@ -50,10 +50,10 @@ Group = dict[int, tuple[Request, Entry]]  # requests with one `key`, by `number`
 
 
 class AdapterPreparation(Waiting[Entry]):
-    """Requests with an adapter, from their submission until it has a slot on the device. An adapter keeps
-    its slot while a request has it; then the one that was used longest ago makes room.
+    """Requests with an adapter, from their submission until it has a place on the device. An adapter keeps
+    its place while a request has it; then the one that was used longest ago makes room.
 
-    A request whose adapter has no slot yet is overtaken by those whose adapter has one, but only for
+    A request whose adapter has no place yet is overtaken by those whose adapter has one, but only for
     PATIENCE_S: then it comes first. Thousands can wait, so the loop looks at their adapters."""
 
     poll_ms = 2
@@ -69,7 +69,7 @@ class AdapterPreparation(Waiting[Entry]):
         open_requests: those that have gone through here and have not ended."""
         super().__init__(self._forgotten)
         self._load, self._open_requests = load, open_requests
-        self._slots = [AdapterSlot(number) for number in range(count)]
+        self._places = [AdapterPlace(number) for number in range(count)]
         self._came = 0
         self._groups: dict[Key | str, Group] = {}  # of those that wait, by `key`; none is empty
         self.loads = 0
@@ -103,13 +103,13 @@ class AdapterPreparation(Waiting[Entry]):
             if isinstance(key, str):
                 yield request, _why(request.params, key)
                 continue
-            slot = self._slot_of(key)
-            assert slot is not None
-            problem = self._settle(slot)
+            place = self._place_of(key)
+            assert place is not None
+            problem = self._settle(place)
             if problem is None:
-                slot.used = now
-                request.adapter = slot.number
-                request.cache_root = slot.root
+                place.used = now
+                request.adapter = place.number
+                request.cache_root = place.root
             yield request, problem and _why(request.params, problem)
 
     def _due(self, now: float) -> list[tuple[Request, Entry]]:
@@ -122,47 +122,47 @@ class AdapterPreparation(Waiting[Entry]):
             if isinstance(key, str):
                 there.append(group)
                 continue
-            slot = self._slot_of(key)
-            if slot is None:
-                if not full:  # else there is no slot for later ones either
+            place = self._place_of(key)
+            if place is None:
+                if not full:  # else there is no place for later ones either
                     self._begin(key, earlier)
-                    full = self._slot_of(key) is None
+                    full = self._place_of(key) is None
                     if full and now - since > PATIENCE_S:
                         impatient = number
-            elif slot.future is None or slot.future.done():
+            elif place.future is None or place.future.done():
                 there.append(group)
             earlier.add(key)
         due = [takewhile(lambda each: each[0] < impatient, group.items()) for group in there]
         return [waiting for _, waiting in sorted(chain(*due))]
 
-    def _slot_of(self, key: Key) -> AdapterSlot | None:
-        return next((slot for slot in self._slots if slot.key == key), None)
+    def _place_of(self, key: Key) -> AdapterPlace | None:
+        return next((place for place in self._places if place.key == key), None)
 
-    def _settle(self, slot: AdapterSlot) -> str | None:
-        """What went wrong with what has come to a slot. It is free again then, once all that wait know."""
-        future = slot.future
+    def _settle(self, place: AdapterPlace) -> str | None:
+        """What went wrong with what has come to a place. It is free again then, once all that wait know."""
+        future = place.future
         if future is None:
             return None
         error = future.exception()
         if error is None:
             adapter = future.result()
             read = str(adapter.folder), adapter.state
-            slot.future, slot.root = None, blake2b(repr(read).encode(), digest_size=16).digest()
+            place.future, place.root = None, blake2b(repr(read).encode(), digest_size=16).digest()
             return None
-        assert slot.key is not None
-        self._forget_failed(slot.key)
+        assert place.key is not None
+        self._forget_failed(place.key)
         if not isinstance(error, AdapterError):
             log.error("an adapter could not be loaded", exc_info=error)
         return str(error) or type(error).__name__
 
     def _forget_failed(self, key: Key | str) -> None:
-        """Free the slot of an adapter that could not be loaded, unless a request still waits for it."""
-        for slot in self._slots:
-            future = slot.future
-            if slot.key != key or future is None or not future.done() or future.exception() is None:
+        """Free the place of an adapter that could not be loaded, unless a request still waits for it."""
+        for place in self._places:
+            future = place.future
+            if place.key != key or future is None or not future.done() or future.exception() is None:
                 continue
             if key not in self._groups:
-                slot.key = slot.future = None
+                place.key = place.future = None
 
     def _forgotten(self, entry: Entry) -> None:
         group = self._groups[entry.key]
@@ -171,20 +171,20 @@ class AdapterPreparation(Waiting[Entry]):
             del self._groups[entry.key]
 
     def _begin(self, key: Key, earlier: set[Key]) -> None:
-        """Load an adapter, if there is a slot that no request has. earlier: what others came for before."""
+        """Load an adapter, if there is a place that no request has. earlier: what others came for before."""
         assert self._load is not None
         taken = {request.adapter for request in self._open_requests()}
         free = [
-            slot
-            for slot in self._slots
-            if slot.number not in taken
-            and slot.key not in earlier
-            and (slot.future is None or slot.future.done())
+            place
+            for place in self._places
+            if place.number not in taken
+            and place.key not in earlier
+            and (place.future is None or place.future.done())
         ]
         if not free:
             return
-        slot = min(free, key=lambda slot: (slot.key is not None, slot.used))
-        slot.key, slot.future = key, self._load(slot.number, key[0])
+        place = min(free, key=lambda place: (place.key is not None, place.used))
+        place.key, place.future = key, self._load(place.number, key[0])
         self.loads += 1
 
 

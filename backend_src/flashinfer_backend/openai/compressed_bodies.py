@@ -12,7 +12,7 @@ MEMBER, MOST_MEMBERS = b"\x1f\x8b\x08", 4096
 GZIP, PIECE = zlib.MAX_WBITS + 16, 1 << 16
 
 
-def encoding_of(header: str, transfer: str = "") -> str | None:
+def encoding_of(header: str, transfer: str) -> str | None:
     """The encoding that a Content-Encoding names, None without any. Raises ApiError for others, and for a
     Transfer-Encoding with another coding than chunked."""
     if transfer.strip().lower() not in ("", "chunked"):

@@ -69,7 +69,7 @@ class Metrics:
     """Metrics of one process. The processes of the API share a folder, and each can show the sum."""
 
     def __init__(self, folder: Path, apis: Path, models: Sequence[str], number: int = 0) -> None:
-        """folder: for the files of all processes; PROMETHEUS_MULTIPROC_DIR has to name it already. APIs: of
+        """folder: for the files of all processes; PROMETHEUS_MULTIPROC_DIR has to name it already. apis: of
         read_api_states. models: names; of several, each is a label of the series that are a model's. number:
         the process's among those that run. One that replaces it goes on with its files, so that counters
         never fall and files do not gather."""

@@ -47,7 +47,7 @@ class Model(msgspec.Struct, frozen=True):
 class WorkerOptions(msgspec.Struct, kw_only=True):
     """number: of Metrics. listener, notify: inherited file descriptors. The supervisor fills in these three.
     notify, which does not block, is told lines: + and this process's pid when each model has an engine, . and
-    its pid every BEAT_S while the event loop turns. APIs: of read_api_states. receive_s: of
+    its pid every BEAT_S while the event loop turns. apis: of read_api_states. receive_s: of
     limited_config. max_connections: of room_for_connections."""
 
     models: list[Model]

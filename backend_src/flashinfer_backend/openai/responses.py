@@ -226,20 +226,22 @@ def _with_id(item: dict[str, Any], name: str) -> dict[str, Any]:
 
 def without_references(served: ServedModel, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The input with kept items in place of references to them. Raises ApiError."""
-    paths: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     for n, item in enumerate(items):
         if isinstance(own := item.get("id"), str):
             check_field(f"input[{n}].id", len(own), NAME.size, "characters")
         if item.get("type") == REFERENCE:
             if not isinstance(name := item.get("id"), str):
                 raise wrong_value(f"input[{n}].id", name, "a text")
-            if name in paths:  # each once, so that a small body stands for no more than what is kept
-                raise field_error(f"input[{n}]", f"refers to the same item as input[{paths[name]}]; drop one")
-            paths[name] = n
-    if not paths:
+            if name in numbers:  # each once, so that a small body stands for no more than what is kept
+                raise field_error(
+                    f"input[{n}]", f"refers to the same item as input[{numbers[name]}]; drop one"
+                )
+            numbers[name] = n
+    if not numbers:
         return items
-    found = store_of(served, f"input[{min(paths.values())}]").outputs(paths)
-    for name, n in paths.items():
+    found = store_of(served, f"input[{min(numbers.values())}]").outputs(numbers)
+    for name, n in numbers.items():
         if name not in found:
             raise field_error(
                 f"input[{n}]",

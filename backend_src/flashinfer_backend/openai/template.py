@@ -188,7 +188,7 @@ def plain_messages(
             )
     if paths is None:
         paths = [FieldPaths(f"messages[{n}]", f"messages[{n}].content") for n in range(len(messages))]
-    return [_plain_message(message, *place) for message, place in zip(messages, paths, strict=True)]
+    return [_plain_message(message, *path) for message, path in zip(messages, paths, strict=True)]
 
 
 def _written_arguments(messages: Messages) -> Iterator[str]:

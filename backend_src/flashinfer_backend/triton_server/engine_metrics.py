@@ -116,7 +116,7 @@ class EngineMetrics:
         apis: Callable[[], dict[str, ApiState]] = dict,
     ) -> None:
         """labels: those all metrics have; with several engines also ENGINE. Every instance registers the
-        metrics; Triton merges them. APIs: the APIs' states by name."""
+        metrics; Triton merges them. apis: the APIs' states by name."""
         kinds = pb_utils.MetricFamily
         described = {name: (description, kinds.GAUGE) for name, (description, _, _) in GAUGES.items()}
         described |= {name: (description, kinds.COUNTER) for name, (description, _) in COUNTERS.items()}

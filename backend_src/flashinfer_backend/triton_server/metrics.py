@@ -49,7 +49,7 @@ class Metrics:
         period_s: float,
         apis: Callable[[], dict[str, ApiState]],
     ) -> None:
-        """engine_statuses: each engine's latest report, None while it is not there. APIs: as EngineMetrics
+        """engine_statuses: each engine's latest report, None while it is not there. apis: as EngineMetrics
         has them."""
         kinds = pb_utils.MetricFamily
         labels = {"model": model, "version": version}
