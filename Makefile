@@ -15,7 +15,7 @@
 #   OPENAI_PORT                 port of the OpenAI API (9000); OPENAI_PORT=
 #                               leaves that API out
 #   SERVE_ARGS="--option ..."   further options of flashinfer_backend.serve
-# make test             run every test, in WORKERS processes (6);
+# make test             run every test, in WORKERS processes (4);
 #                       TESTS="..." are arguments of pytest instead
 # make lint             check with ruff, mypy and import-linter
 # make bench            time the host's work for steps, chunks and the ensemble
@@ -47,7 +47,7 @@ OPENAI_PORT ?= 9000
 SERVE_ARGS ?=
 PIP_ARGS ?=
 TESTS ?=
-WORKERS ?= 6
+WORKERS ?= 4
 MINUTES ?= 30
 REQUESTS ?= 100000
 # What pip was told about indexes uv does not read.

@@ -31,7 +31,7 @@ def stress(server: Server, *more: str) -> tuple[int, dict[tuple[str, str], dict[
 
 def test_users_stream_and_some_leave(server: Server, watch: EngineWatch) -> None:
     before = watch.status().cancellations
-    status, found, said = stress(server, "--requests", "16", "--leave", "0.4", "--output-len", "64:96")
+    status, found, said = stress(server, "--requests", "16", "--leave", "0.4", "--output-len", "400:500")
     assert status == 0, said
     path = "/v2/models/ensemble/generate_stream"
     assert found.keys() == {(m, n) for m in ("POST", "TTFT") for n in (path, f"{path} (left)")}
