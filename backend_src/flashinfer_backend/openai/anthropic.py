@@ -16,6 +16,7 @@ from flashinfer_backend.openai.chat import Answer, Conversation, Turn, add_effor
 from flashinfer_backend.openai.errors import field_error, wrong_value
 from flashinfer_backend.openai.formats.events import ARGUMENTS, CONTENT, REASONING, Event
 from flashinfer_backend.openai.items import Change, Items, named_event
+from flashinfer_backend.openai.no_effect import check_part
 from flashinfer_backend.openai.requests import (
     CountTokensRequest,
     FunctionChoice,
@@ -157,6 +158,7 @@ def _text(block: Mapping[str, Any], place: str) -> dict[str, Any]:
         )
     if not isinstance(block.get("text"), str):
         raise wrong_value(f"{place}.text", block.get("text"), "a string")
+    check_part(block, "text", place)
     return {"type": "text", "text": block["text"]}
 
 

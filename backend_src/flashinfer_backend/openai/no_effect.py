@@ -5,6 +5,7 @@ A field is accepted where leaving it out could not change what the client gets, 
 any other value. docs/openai.md shows the table.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -41,12 +42,22 @@ NO_EFFECT: dict[str, tuple[Any, ...] | None] = {
     "truncation": ("disabled", "auto"),
 }
 
+# Of a part of a message's text: up to where to cache it, and what it had as a part of an earlier answer.
+OF_PARTS = ("cache_control", "prompt_cache_breakpoint", "annotations", "citations", "logprobs", "id", "index")
+
 
 def check_no_effect(body: msgspec.Struct) -> None:
     """Raises ApiError for a field of the table that asks for something."""
     for name in body.__struct_fields__:
         if name in NO_EFFECT:
             check_value(name, getattr(body, name), name)
+
+
+def check_part(part: Mapping[str, Any], field: str, place: str) -> None:
+    """part: a message's, whose text is in `field`. Raises ApiError for a field that would be left out."""
+    for name, value in part.items():
+        if value is not None and name not in ("type", field, *OF_PARTS):
+            raise field_error(f"{place}.{name}", f"is not a field of a part of type {part['type']}")
 
 
 def check_value(name: str, value: Any, place: str) -> None:

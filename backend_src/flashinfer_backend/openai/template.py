@@ -18,6 +18,7 @@ from flashinfer_backend.core.values import shown
 from flashinfer_backend.openai import message_forms
 from flashinfer_backend.openai.bounds import values
 from flashinfer_backend.openai.errors import ApiError, field_error, wrong_value
+from flashinfer_backend.openai.no_effect import check_part
 
 Messages = Sequence[Mapping[str, Any]]
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -251,6 +252,7 @@ def _text(content: Any, place: str) -> str:
         if not isinstance(text := part.get(field), str):
             inner = f"{place}[{n}].{field}"
             raise wrong_value(inner, text, "a text")
+        check_part(part, field, f"{place}[{n}]")
         texts.append(text)
     return "\n".join(texts)
 
