@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import urllib.parse
 from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 from collections.abc import Callable
@@ -79,6 +80,20 @@ def rates(text: str) -> list[float]:
 def integers(low: int) -> Callable[[str], list[int]]:
     """Whole numbers of at least low, separated by commas."""
     return lambda text: [integer(low)(each) for each in text.split(",")]
+
+
+def tuples(form: str) -> Callable[[str], list[list[int]]]:
+    """The whole numbers of each case, separated by commas. form: a case's, with N for a number from 1 and n
+    for one from 0, such as N/Nxn."""
+    pattern = form.replace("N", "([1-9][0-9]*)").replace("n", "([0-9]+)")
+
+    def convert(text: str) -> list[list[int]]:
+        found = [re.fullmatch(pattern, each) for each in text.split(",")]
+        if not all(found):
+            raise ArgumentTypeError(f"{text!r} must be cases of the form {form}, separated by commas")
+        return [[int(n) for n in each.groups()] for each in found if each]
+
+    return convert
 
 
 def zero_or_more(text: str) -> float:

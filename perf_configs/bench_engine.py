@@ -17,7 +17,6 @@ as the engine runs these steps, and with each row reading all of its keys (alone
 beginning; the output tokens of all divided by the time to the end of the last.
 """
 
-import argparse
 import json
 import os
 import re
@@ -30,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from client.arguments import argument_parser, integer, integers
+from client.arguments import argument_parser, integer, integers, tuples
 from client.datasets import load_tokenizer, read_turns
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import named_folder
@@ -190,13 +189,6 @@ def shared_steps(core: Core, case: SharedCase, steps: int, vocab: int) -> dict[s
     return row
 
 
-def shared_cases(text: str) -> list[SharedCase]:
-    """ROWSxDOCUMENTSxTOKENS separated by commas. Raises ArgumentTypeError."""
-    if not re.fullmatch(r"[1-9]\d*x\d+x[1-9]\d*(,[1-9]\d*x\d+x[1-9]\d*)*", text):
-        raise argparse.ArgumentTypeError(f"{text}: should be ROWSxDOCUMENTSxTOKENS,..., as 64x16x704")
-    return [SharedCase(*map(int, case.split("x"))) for case in text.split(",")]
-
-
 def graph_seconds(core: Core, graphs: DecodeGraphs | None) -> float:
     """Device time of one replay of the decode graph that ran last, with what it read then; last tokens and
     lengths are put back, the cache positions that it writes are written again by the next real step."""
@@ -301,7 +293,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         help='sequences of the decode steps to time; "": none (default: %(default)s)',
     )  # fmt: skip
     parser.add_argument(
-        "--shared", type=shared_cases, default=[], metavar="ROWSxDOCUMENTSxTOKENS,...",
+        "--shared", type=tuples("NxnxN"), default=[], metavar="ROWSxDOCUMENTSxTOKENS,...",
         help="decode steps of rows that share documents",
     )  # fmt: skip
     parser.add_argument(
@@ -332,7 +324,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if (batches or options.shared) and core.runner.graphs is None:
         parser.exit(1, f"{parser.prog}: needs the decode graphs that these settings switch off\n")
     longest = [CONTEXT + STEPS + SPARE] * bool(batches) + [load.prompt + load.output for load in loads]
-    longest += [case.tokens + OWN_TOKENS + 2 * STEPS + SPARE for case in options.shared]
+    shared = [SharedCase(*case) for case in options.shared]
+    longest += [case.tokens + OWN_TOKENS + 2 * STEPS + SPARE for case in shared]
     if max(longest, default=0) > core.config.max_seq_len:
         needed = f"needs sequences of {max(longest)} tokens"
         parser.exit(1, f"{parser.prog}: {needed}, and max_seq_len is {core.config.max_seq_len}\n")
@@ -344,7 +337,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         row = decode_steps(core, batch, CONTEXT, STEPS, vocab)
         results["decode"].append(row)
         print(_shown(row))
-    for case in options.shared:
+    for case in shared:
         row = shared_steps(core, case, STEPS, vocab)
         results["shared"].append(row)
         print(_shown(row), flush=True)

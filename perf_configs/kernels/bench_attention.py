@@ -18,16 +18,14 @@ reads the rows by themselves, then what they share once. --tiles QUERIESxTOKENSx
 the kernel that does so.
 """
 
-import argparse
 import json
-import re
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from client.arguments import argument_parser, integer, integers
+from client.arguments import argument_parser, integer, integers, tuples
 from flashinfer_backend.attention import split
 from flashinfer_backend.core.arguments import require_cuda
 
@@ -85,13 +83,6 @@ class SharedCase(NamedTuple):
         behind = self.sets * shared + np.arange(self.rows * own).reshape(self.rows, own)
         common = np.arange(self.rows)[:, None] % max(1, self.sets) * shared + np.arange(shared)
         return np.concatenate([common, behind], axis=1)
-
-
-def numbers(text: str) -> list[list[int]]:
-    """AxBxC,..."""
-    if not re.fullmatch(r"\d+x\d+x\d+(,\d+x\d+x\d+)*", text):
-        raise argparse.ArgumentTypeError(f"{text}: should be three numbers each, as 64x16x704,64x0x0")
-    return [[int(number) for number in case.split("x")] for case in text.split(",")]
 
 
 def blocks_of(lens: np.ndarray) -> int:
@@ -221,8 +212,10 @@ def main() -> None:
     parser.add_argument(
         "--max-seq-lens", type=integers(1), default="1024,2048,4096,8192,16384,32768,65536,131072"
     )
-    parser.add_argument("--shared", type=numbers, metavar="ROWSxSETSxTOKENS,...")
-    parser.add_argument("--tiles", type=numbers, default="64x64x3", metavar="QUERIESxTOKENSxSTAGES,...")
+    parser.add_argument("--shared", type=tuples("nxnxn"), metavar="ROWSxSETSxTOKENS,...")
+    parser.add_argument(
+        "--tiles", type=tuples("NxNxN"), default="64x64x3", metavar="QUERIESxTOKENSxSTAGES,..."
+    )
     parser.add_argument("--heads", type=integer(1), default=32)
     parser.add_argument("--kv-heads", type=integer(1), default=8)
     parser.add_argument("--trials", type=integer(1), default=20)

@@ -19,7 +19,7 @@ import torch
 from bench_attention import timed
 from torch import Tensor
 
-from client.arguments import argument_parser, integer, integers
+from client.arguments import argument_parser, integer, integers, tuples
 from flashinfer_backend.cache.device import StateFormat
 from flashinfer_backend.core.arguments import require_cuda
 from flashinfer_backend.ops.torch_delta import L2_EPS, DeltaRows, DeltaWeights, delta_gates
@@ -28,18 +28,6 @@ from flashinfer_backend.ops.triton_delta import MOST_PENDING, delta_net
 DEVICE = "cuda"
 DIM, WIDTH = 128, 4
 COPIED = 2 << 30  # bytes, whose copy shows the memory's speed
-
-
-def pairs(separator: str) -> Callable[[str], list[tuple[int, int]]]:
-    """A parser of pairs of numbers, `16/32,16/48` with the separator `/`."""
-
-    def parse(text: str) -> list[tuple[int, int]]:
-        found = [[int(n) for n in each.split(separator)] for each in text.split(",")]
-        if any(len(each) != 2 or min(each) < 1 for each in found):
-            raise ValueError(text)
-        return [(first, second) for first, second in found]
-
-    return parse
 
 
 class Layer:
@@ -179,8 +167,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argument_parser(None, __doc__)
     parser.add_argument("--rows", type=integers(1), default="1,16,64,256")
     parser.add_argument("--drafts", type=integer(1), default=3)
-    parser.add_argument("--prompts", type=pairs("x"), default="1x8192,4x2048,1x30720")
-    parser.add_argument("--heads", type=pairs("/"), default="16/32,16/48")
+    parser.add_argument("--prompts", type=tuples("NxN"), default="1x8192,4x2048,1x30720")
+    parser.add_argument("--heads", type=tuples("N/N"), default="16/32,16/48")
     parser.add_argument("--trials", type=integer(1), default=20)
     parser.add_argument(
         "--flashinfer", action="store_true", help="time FlashInfer's kernel of the rule alone"

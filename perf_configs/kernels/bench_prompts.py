@@ -12,13 +12,11 @@ a CUDA graph, timed as bench_attention.py does it; its results are compared with
 queries of the first row and the last. TFLOPS count what causality and a window leave.
 """
 
-import re
-
 import numpy as np
 import torch
 from bench_attention import timed
 
-from client.arguments import argument_parser, integer
+from client.arguments import argument_parser, integer, tuples
 from flashinfer_backend.attention import flashinfer_calls
 from flashinfer_backend.attention.batch import AttentionBatch
 from flashinfer_backend.attention.copies import gap_blocks
@@ -28,18 +26,6 @@ from flashinfer_backend.core.arguments import require_cuda
 
 BLOCK_SIZE, CHECKED = 16, 64  # tokens of a block; queries of a row whose results are compared
 STOCK_TILES = {64: (192, 96), 128: (128, 96), 256: (128, 32)}  # FlashInfer's queries x tokens, by head_dim
-
-
-def cases(pattern: str):
-    """A parser of cases that match `pattern`, separated by commas: their numbers."""
-
-    def parse(text: str) -> list[list[int]]:
-        found = [re.fullmatch(pattern, each) for each in text.split(",")]
-        if not all(found):
-            raise ValueError(text)
-        return [[int(n) for n in each.groups()] for each in found if each]
-
-    return parse
 
 
 class Bench:
@@ -88,10 +74,10 @@ class Bench:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argument_parser(None, __doc__)
-    parser.add_argument("--heads", type=cases(r"(\d+)/(\d+)x(\d+)"), default="24/4x256,32/8x128,64/8x64")
+    parser.add_argument("--heads", type=tuples("N/NxN"), default="24/4x256,32/8x128,64/8x64")
     parser.add_argument(
         "--prompts",
-        type=cases(r"(\d+)x(\d+)/(\d+)"),
+        type=tuples("NxN/N"),
         default="1x8192/8192,1x8192/30720,4x2048/2048,16x512/512,1x512/8192,1x128/4096",
     )
     parser.add_argument("--window", type=integer(1))
