@@ -183,6 +183,7 @@ REFUSED: list[tuple[Any, ...]] = [
     (RESPONSES, {"input": [ASK[0] | {"id": "m" * 4097}]},
      "input[0].id has 4097 characters; it should have at most 4096"),
     (RESPONSES, {"input": [{"type": "reasoning", "content": 1}]}, "input[0].content should be a list"),
+    (RESPONSES, {"input": [ASK[0] | {"weight": 2}]}, "weight is not a field of an item of type message"),
     (RESPONSES, {"input": [{"type": "reasoning", "content": [{"text": None}]}]},
      "input[0].content should be a list"),
     (RESPONSES,
@@ -286,7 +287,9 @@ REFUSED: list[tuple[Any, ...]] = [
     (MESSAGES, {"messages": [{"role": "tool", "content": "x"}]}, 'messages[0].role is "tool"'),
     (MESSAGES, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content should be a string"),
     (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "weight": 2}]}]},
-     "messages[0].content[0].weight is not a field"),
+     "messages[0].content[0].weight is not a field of a text block"),
+    (MESSAGES, {"messages": [{"role": "assistant", "content": [{**CALL, "strict": True}]}]},
+     "messages[0].content[0].strict is not a field of a tool_use"),
     (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
      "messages[0].content[0].text is null; it should be a string"),
     (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
@@ -410,8 +413,8 @@ def test_an_open_request_holds_no_more_than_its_answer_needs(path: str, tmp_path
         raise ApiError("that is all")
 
     api.served.link.generate = generate  # type: ignore[assignment]
-    listed = "input" if path == RESPONSES else "messages"
-    asked = {**GOOD[path], listed: [{**ASK[0], "unshown": "x" * (16 << 20)}]}
+    listed, unshown = ("input", "phase") if path == RESPONSES else ("messages", "unshown")
+    asked = {**GOOD[path], listed: [{**ASK[0], unshown: "x" * (16 << 20)}]}
     body = gzip.compress(json.dumps(asked).encode(), 1)
     del asked
     api.call(path, json.dumps(GOOD[path]).encode())  # what the first request loads is no part of it

@@ -158,7 +158,7 @@ def _text(block: Mapping[str, Any], place: str) -> dict[str, Any]:
         )
     if not isinstance(block.get("text"), str):
         raise wrong_value(f"{place}.text", block.get("text"), "a string")
-    check_part(block, "text", place)
+    check_part(block, ("text",), place, "a text block")
     return {"type": "text", "text": block["text"]}
 
 
@@ -170,6 +170,7 @@ def _result(block: Mapping[str, Any], place: str) -> dict[str, Any]:
     """A tool's result; one that is an error says so to the model."""
     if not isinstance(block.get("tool_use_id"), str):
         raise wrong_value(f"{place}.tool_use_id", block.get("tool_use_id"), "the tool_use's id")
+    check_part(block, ("tool_use_id", "content", "is_error"), place, "a tool_result")
     content = block.get("content")
     text = "\n".join(part["text"] for part in _texts("" if content is None else content, f"{place}.content"))
     if block.get("is_error"):
@@ -182,11 +183,13 @@ def _assistant(content: Any, place: str) -> dict[str, Any]:
     texts, thoughts, calls = [], [], []
     for block, at in _blocks(content, place):
         if block["type"] == "thinking":
+            check_part(block, ("thinking", "signature"), at, "a thinking block")
             thought = block.get("thinking") or unwrapped_text(block.get("signature"), f"{at}.signature")
             if not isinstance(thought, str):
                 raise field_error(f"{at}.thinking", "should be a string")
             thoughts.append(thought)
         elif block["type"] == "tool_use":
+            check_part(block, ("name", "input"), at, "a tool_use")
             if not isinstance(block.get("name"), str) or not isinstance(block.get("input"), dict):
                 raise field_error(at, "should have a name and, as input, an object")
             function = {"name": block["name"], "arguments": block["input"]}

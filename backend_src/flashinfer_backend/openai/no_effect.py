@@ -5,7 +5,7 @@ A field is accepted where leaving it out could not change what the client gets, 
 any other value. docs/openai.md shows the table.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -42,8 +42,11 @@ NO_EFFECT: dict[str, tuple[Any, ...] | None] = {
     "truncation": ("disabled", "auto"),
 }
 
-# Of a part of a message's text: up to where to cache it, and what it had as a part of an earlier answer.
-OF_PARTS = ("cache_control", "prompt_cache_breakpoint", "annotations", "citations", "logprobs", "id", "index")
+# Of parts of messages, and of items: up to where to cache them, and what they had in an earlier answer.
+OF_PARTS = (
+    *("type", "cache_control", "prompt_cache_breakpoint", "annotations", "citations", "logprobs", "id"),
+    *("index", "status", "phase", "caller", "async", "created_by"),
+)
 
 
 def check_no_effect(body: msgspec.Struct) -> None:
@@ -53,11 +56,12 @@ def check_no_effect(body: msgspec.Struct) -> None:
             check_value(name, getattr(body, name), name)
 
 
-def check_part(part: Mapping[str, Any], field: str, place: str) -> None:
-    """part: a message's, whose text is in `field`. Raises ApiError for a field that would be left out."""
+def check_part(part: Mapping[str, Any], fields: Sequence[str], place: str, what: str) -> None:
+    """part: a message's, or an item, of which `fields` are read. Raises ApiError for one that would be left
+    out."""
     for name, value in part.items():
-        if value is not None and name not in ("type", field, *OF_PARTS):
-            raise field_error(f"{place}.{name}", f"is not a field of a part of type {part['type']}")
+        if value is not None and name not in fields and name not in OF_PARTS:
+            raise field_error(f"{place}.{name[:64]}", f"is not a field of {what}")
 
 
 def check_value(name: str, value: Any, place: str) -> None:

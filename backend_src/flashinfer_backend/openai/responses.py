@@ -19,7 +19,7 @@ from flashinfer_backend.openai.chat import Conversation, Turn, add_effort
 from flashinfer_backend.openai.errors import ApiError, field_error, wrong_value
 from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, Event
 from flashinfer_backend.openai.items import Change, Items, named_event
-from flashinfer_backend.openai.no_effect import check_value
+from flashinfer_backend.openai.no_effect import check_part, check_value
 from flashinfer_backend.openai.requests import (
     ENCRYPTED_REASONING,
     AllowedChoice,
@@ -51,7 +51,13 @@ CALL_OUTPUTS = ("function_call_output", "custom_tool_call_output")
 ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 # Items' parts, and the names of their events.
 TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}
-ITEMS = ("message", *CALL_FIELDS, *CALL_OUTPUTS, "reasoning")
+_CALLED = ("call_id", "name", "namespace")
+ITEMS = {  # and the fields that are read
+    "message": ("role", "content"),
+    **{kind: (*_CALLED, field) for kind, field in CALL_FIELDS.items()},
+    **dict.fromkeys(CALL_OUTPUTS, (*_CALLED, "output")),
+    "reasoning": ("summary", "content", "encrypted_content"),
+}
 REFERENCE = "item_reference"  # in the input, to an item of an earlier response
 
 
@@ -270,6 +276,7 @@ def messages_of(
         kind = item.get("type", "message")
         if not isinstance(kind, str) or kind not in ITEMS:
             raise wrong_value(f"input[{n}].type", kind, f"one of {', '.join((*ITEMS, REFERENCE))}")
+        check_part(item, ITEMS[kind], f"input[{n}]", f"an item of type {kind}")
         if kind == "message":
             _add(messages, {"role": item.get("role"), "content": item.get("content")})
         elif kind in CALL_FIELDS:

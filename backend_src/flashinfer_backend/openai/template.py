@@ -252,7 +252,7 @@ def _text(content: Any, place: str) -> str:
         if not isinstance(text := part.get(field), str):
             inner = f"{place}[{n}].{field}"
             raise wrong_value(inner, text, "a text")
-        check_part(part, field, f"{place}[{n}]")
+        check_part(part, (field,), f"{place}[{n}]", f"a part of type {kind}")
         texts.append(text)
     return "\n".join(texts)
 
