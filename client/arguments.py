@@ -90,7 +90,9 @@ def tuples(form: str) -> Callable[[str], list[list[int]]]:
     def convert(text: str) -> list[list[int]]:
         found = [re.fullmatch(pattern, each) for each in text.split(",")]
         if not all(found):
-            raise ArgumentTypeError(f"{text!r} must be cases of the form {form}, separated by commas")
+            zero = ", n 0 or more" if "n" in form else ""
+            wanted = f"the form {form}, with commas between: N is 1 or more{zero}"
+            raise ArgumentTypeError(f"{text!r} must have {wanted}")
         return [[int(n) for n in each.groups()] for each in found if each]
 
     return convert

@@ -415,7 +415,7 @@ def test_bench_engine_runs_loads_of_one_shape(tmp_path, monkeypatch, capsys):
         assert caught.value.code == status and message in capsys.readouterr().err
     for shared, status, message in (
         ("2x1x100", 1, "needs the decode graphs that these settings switch off"),
-        ("64x16", 2, "argument --shared: 64x16: should be ROWSxDOCUMENTSxTOKENS,..., as 64x16x704"),
+        ("64x16", 2, "argument --shared: '64x16' must have the form NxnxN, with commas between"),
     ):
         with pytest.raises(SystemExit) as caught:
             bench_engine.main([*command, "--shared", shared])
