@@ -23,7 +23,7 @@ from flashinfer_backend.core.bounds import CONVERSATION
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.sampling_params import SamplingParams
-from flashinfer_backend.openai import response_store
+from flashinfer_backend.openai import anthropic, response_store
 from flashinfer_backend.openai.answer import Usage
 from flashinfer_backend.openai.chat import Answer, Conversation, Turn
 from flashinfer_backend.openai.errors import ApiError
@@ -37,6 +37,7 @@ from flashinfer_backend.openai.requests import (
     AllowedFunctions,
     ChatRequest,
     FunctionChoice,
+    MessagesRequest,
     ResponsesRequest,
     decode,
 )
@@ -663,6 +664,24 @@ def test_an_answer_has_all_of_its_calls_and_reasoning() -> None:
     thoughts = [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]} for text in "ab"]
     (message,), _ = messages_of(ResponsesRequest(input=[*thoughts, items[2]]))
     assert (message["reasoning_content"], message["content"]) == ("a\nb", "Wait.")
+
+
+def test_what_libraries_add_to_earlier_answers_is_taken() -> None:
+    """OpenAI's for Node sends back what it has read into objects, as do older ones for Anthropic; LangChain
+    gives one provider's reasoning to the other."""
+    text = {"type": "output_text", "text": "{}", "annotations": [], "logprobs": [], "parsed": {"city": "Ulm"}}
+    items = [
+        {"type": "reasoning", "summary": [], "content": [{"type": "t", "text": "a"}], "signature": "YQ=="},
+        {"type": "message", "role": "assistant", "status": "completed", "phase": None, "content": [text]},
+        {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "c", "parsed_arguments": {}},
+    ]
+    messages, _ = messages_of(ResponsesRequest(input=items))
+    (message,) = plain_messages(messages)
+    assert (message["reasoning_content"], message["content"]) == ("a", "{}")
+    blocks = [{"type": "text", "text": "Yes.", "citations": None, "parsed_output": {"a": 1}}]
+    asked = MessagesRequest(max_tokens=1, messages=[{"role": "assistant", "content": blocks}])
+    (message,), _ = anthropic.messages_of(asked)
+    assert plain_messages([message])[0]["content"] == "Yes."
 
 
 def kept_of(store: ResponseStore, *names: str) -> list[bool]:

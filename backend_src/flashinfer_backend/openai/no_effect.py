@@ -45,7 +45,9 @@ NO_EFFECT: dict[str, tuple[Any, ...] | None] = {
 # Of parts of messages, and of items: up to where to cache them, and what they had in an earlier answer.
 OF_PARTS = (
     *("type", "cache_control", "prompt_cache_breakpoint", "annotations", "citations", "logprobs", "id"),
-    *("index", "status", "phase", "caller", "async", "created_by"),
+    *("index", "status", "phase", "caller", "async", "async_", "created_by", "toolset_name"),
+    # Clients' libraries read text and arguments into objects, and send these back beside them.
+    *("parsed", "parsed_arguments", "parsed_output"),
 )
 
 

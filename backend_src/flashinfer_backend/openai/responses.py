@@ -56,7 +56,7 @@ ITEMS = {  # and the fields that are read
     "message": ("role", "content"),
     **{kind: (*_CALLED, field) for kind, field in CALL_FIELDS.items()},
     **dict.fromkeys(CALL_OUTPUTS, (*_CALLED, "output")),
-    "reasoning": ("summary", "content", "encrypted_content"),
+    "reasoning": ("summary", "content", "encrypted_content", "signature"),  # the last one is Anthropic's
 }
 REFERENCE = "item_reference"  # in the input, to an item of an earlier response
 
