@@ -21,7 +21,7 @@ from flashinfer_backend.openai.app import LARGE_BODY
 from flashinfer_backend.openai.chat import add_effort
 from flashinfer_backend.openai.compressed_bodies import MOST_MEMBERS, PIECE, decompressed
 from flashinfer_backend.openai.errors import ApiError
-from flashinfer_backend.openai.no_effect import NO_EFFECT
+from flashinfer_backend.openai.no_effect import NO_EFFECT, OF_PARTS
 from flashinfer_backend.openai.sampling import EngineLimits, check_ids, guide_of
 from flashinfer_backend.openai.template import ChatTemplate
 from scripted_model import QWEN_TEMPLATE
@@ -115,6 +115,9 @@ def test_the_page_shows_the_table() -> None:
     shown = DOCS.read_text().partition("## Fields without effect")[2].partition("\n## ")[0]
     listed = set(re.findall(r"`([a-z_.]+)`", "".join(re.findall(r"^\| (`.*?) \|", shown, re.MULTILINE))))
     assert listed == NO_EFFECT.keys() | {"text.verbosity", "reasoning.summary"}
+    rows = re.findall(r"^\| (of parts.*?) \|", shown, re.MULTILINE)
+    of_parts = set(re.findall(r"`([a-z_]+)`", "".join(rows)))
+    assert of_parts == {*OF_PARTS, "signature"} - {"type"}
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ NO_EFFECT: dict[str, tuple[Any, ...] | None] = {
 OF_PARTS = (
     *("type", "cache_control", "prompt_cache_breakpoint", "annotations", "citations", "logprobs", "id"),
     *("index", "status", "phase", "caller", "async", "async_", "created_by", "toolset_name"),
-    # Clients' libraries read text and arguments into objects, and send these back beside them.
+    # OpenAI's and Anthropic's packages parse texts and arguments, and send the results back with them.
     *("parsed", "parsed_arguments", "parsed_output"),
 )
 
@@ -59,8 +59,8 @@ def check_no_effect(body: msgspec.Struct) -> None:
 
 
 def check_part(part: Mapping[str, Any], fields: Sequence[str], place: str, what: str) -> None:
-    """part: a message's, or an item, of which `fields` are read. Raises ApiError for one that would be left
-    out."""
+    """part: a message's, or an item; fields: those of its kind. Raises ApiError for any other that is not in
+    OF_PARTS."""
     for name, value in part.items():
         if value is not None and name not in fields and name not in OF_PARTS:
             raise field_error(f"{place}.{name[:64]}", f"is not a field of {what}")

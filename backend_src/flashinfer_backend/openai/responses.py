@@ -52,11 +52,11 @@ ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "cust
 # Items' parts, and the names of their events.
 TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}
 _CALLED = ("call_id", "name", "namespace")
-ITEMS = {  # and the fields that are read
+ITEMS = {  # and their fields, beside those of OF_PARTS
     "message": ("role", "content"),
     **{kind: (*_CALLED, field) for kind, field in CALL_FIELDS.items()},
     **dict.fromkeys(CALL_OUTPUTS, (*_CALLED, "output")),
-    "reasoning": ("summary", "content", "encrypted_content", "signature"),  # the last one is Anthropic's
+    "reasoning": ("summary", "content", "encrypted_content", "signature"),  # Anthropic's
 }
 REFERENCE = "item_reference"  # in the input, to an item of an earlier response
 
