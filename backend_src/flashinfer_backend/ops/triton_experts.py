@@ -27,7 +27,8 @@ from flashinfer_backend.ops.triton_prefetch import wait_and_launch
 from flashinfer_backend.ops.weight import Int4, Mxfp4, Weight
 
 NATIVE = True  # with what a GPU alone has, and Triton's interpreter does not know
-FEW_TOKENS = 16  # up to which one program chooses and places; no tile has fewer
+FEW_TOKENS = 16  # up to which one program may choose and place; no tile has fewer
+FEW_CELLS = 512  # logits up to which it does: with 16 tokens of 256 experts it took 30 us, the others take 6
 PLACED = 16  # pairs that a program places
 _ROUTER_ROWS, _ROUTER_ROWS_OF_ONE = 16, 2  # of a program
 SUMMED = 1024  # columns that a program sums
@@ -252,6 +253,12 @@ def _counts(where: torch.device, experts: int) -> Tensor:
     return torch.zeros(experts + 1, dtype=torch.int32, device=where)
 
 
+def _rows_of_one_program(tokens: int, width: int) -> int:
+    """Rows of the one program that routes `tokens` tokens among `width` experts; 0: they are too many."""
+    most = max(1, min(FEW_TOKENS, FEW_CELLS // width))
+    return 0 if tokens > most else 1 if tokens == 1 else most
+
+
 def route(
     logits: Tensor,
     experts_per_token: int,
@@ -287,8 +294,7 @@ def route(
         "OWN": count,
         "NATIVE": NATIVE,
     }
-    if tokens <= FEW_TOKENS:
-        rows = 1 if tokens == 1 else FEW_TOKENS
+    if rows := _rows_of_one_program(tokens, routing["WIDTH"]):
         _route_and_place[(1,)](
             logits, weights, found.order, found.experts, found.filled, tokens, tiles,
             **routing, TOKENS=tile_tokens, ROWS=rows,
