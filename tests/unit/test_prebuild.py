@@ -23,6 +23,7 @@ from checkpoints import make_checkpoint
 from flashinfer_backend.core import progress, tuned
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.tuned import RowTile
+from flashinfer_backend.models.hf import read_spec
 from flashinfer_backend.ops import device
 from flashinfer_backend.prebuild import main
 from flashinfer_backend.worker import prebuild
@@ -30,6 +31,7 @@ from specs import EXPERTS, bundled
 from tables import entries
 
 MODEL = bundled()
+SHAPES = Path(__file__).parents[2] / "perf_configs" / "shapes"
 NINJA = shutil.which("ninja") or ""
 needs_ninja = pytest.mark.skipif(not NINJA, reason="needs ninja")
 
@@ -89,6 +91,14 @@ def test_the_kernel_of_delta_nets_is_for_hopper_without_drafts():
     drafting = {"speculative_method": "ngram", "max_draft_len": 3}
     assert kinds(model=nets) - kinds(model=nets, **drafting) == {"delta_rows"}
     assert "delta_rows" not in kinds() | kinds((10, 0), model=nets)
+
+
+def test_the_kernel_of_mxfp4_is_compiled_where_numbers_name_its_teams(monkeypatch):
+    model = read_spec(SHAPES / "gpt-oss-20b")
+    assert "mxfp4_experts" in kinds(model=model)  # by the H200's file
+    assert "mxfp4_experts" not in kinds() | kinds((10, 0), model=model)
+    monkeypatch.setattr(tuned, "load", {device.LIKE: tuned.fallback()}.get)
+    assert "mxfp4_experts" not in kinds(model=model)
 
 
 def test_the_kernel_of_blocks_is_compiled_where_numbers_name_its_tiles(monkeypatch):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mixture of experts on CUDA, as ops.torch_ops computes it, by Triton's kernels: weights of 16 bits, FP8 or
-MXFP4.
+"""A mixture of experts on CUDA, as ops.torch_ops computes it: weights of 16 bits, FP8 or 4 bits, by Triton's
+kernels and, in MXFP4 with few tokens an expert, by a CUDA kernel (mxfp4_experts.py).
 
 In FP8 x is quantised before each of the two products, as the weights' format says; with blocks of 128x128 the
 norm before the first one does that. No call waits for the device or depends on values there, so all of it can
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashinfer_backend.core.tuned import ExpertTile, Scales, find
-from flashinfer_backend.ops import device, triton_experts, triton_fp8
+from flashinfer_backend.ops import device, mxfp4_experts, triton_experts, triton_fp8
 from flashinfer_backend.ops.torch_ops import Mixture
 from flashinfer_backend.ops.triton_experts import Tiles
 from flashinfer_backend.ops.triton_fp8 import Quantised
@@ -72,6 +72,8 @@ def product_of(
         x, scales = quantised or triton_fp8.quantise_groups(x)
     elif isinstance(weight.format, Fp8Token):
         x, scales = triton_fp8.quantise_rows(x)
+    if tile.teams and mxfp4_experts.takes(weight):
+        return mxfp4_experts.product(x, weight, tiles, tile.teams, gated, pairs_a_row, clip)
     return triton_experts.product(x, scales, weight, tiles, tile, gated, pairs_a_row, clip)
 
 

@@ -24,6 +24,7 @@ from flashinfer_backend.core.tuned import (
     Tuned,
 )
 from flashinfer_backend.models.spec import ModelSpec, Product
+from flashinfer_backend.ops import mxfp4_experts
 from flashinfer_backend.ops.int4_linear import TILES
 from flashinfer_backend.ops.tilings import untuned_int4
 from flashinfer_backend.tune.search import Case, Kind, is_gated
@@ -299,9 +300,13 @@ def of_experts(format: str, count: int, per_token: int, sizes: tuple[int, ...]) 
                 blocks = expert_blocks(size, scales)
                 start = next(block for block in blocks if block.rows <= 64)
                 found += [ExpertTile(size, block, start) for block in blocks]
+                if scales == "mxfp4" and size == mxfp4_experts.TOKENS:
+                    found += [ExpertTile(size, start, start, teams) for teams in (1, 2)]
         return found
 
     def downs(tile: ExpertTile, tokens: int) -> list[ExpertTile]:
+        if tile.teams:
+            return [tile]
         return [replace(tile, down=block) for block in expert_blocks(tile.tokens, scales)]
 
     def limit(tokens: int) -> int:

@@ -36,6 +36,7 @@ from flashinfer_backend.core import tuned
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.parent import end_with_parent
 from flashinfer_backend.core.progress import telling
+from flashinfer_backend.core.tuned import Tuned
 from flashinfer_backend.models.spec import ModelSpec
 from flashinfer_backend.ops import delta_rows, device
 
@@ -46,7 +47,7 @@ Kind = str  # fa2 and fa3 are followed by options: fa2_window_cap, fa2_alibi
 # By how long a file of a module takes (290 to 3 s): what takes longest begins first.
 LONGEST_FIRST = (
     "all_reduce", "fa3", "sampling", "gated_linear", "int4_linear", "norm", "gated_linear_fp8", "fa2",
-    "blocks_linear", "delta_rows", "silu", "gelu_tanh", "xqa",
+    "mxfp4_experts", "blocks_linear", "delta_rows", "silu", "gelu_tanh", "xqa",
 )  # fmt: skip
 ACTIVATIONS: tuple[Kind, ...] = ("silu", "gelu_tanh")  # with modules of their own
 FILE_MEMORY = 2 << 30  # bytes that compiling one file may take
@@ -94,6 +95,9 @@ def needed(
     blocks = {p.shape for p in model.products if p.format.startswith("fp8_block") and not p.experts}
     if capability == (9, 0) and _names_row_tiles(blocks):
         kinds.add("blocks_linear")
+    formats = {product.format for product in model.products if product.experts}
+    if capability == (9, 0) and "mxfp4" in formats and _names_teams():
+        kinds.add("mxfp4_experts")
     nets = {(net.key_dim, net.value_dim, net.kernel) for net in model.delta_nets}
     if capability == (9, 0) and delta_rows.SIZES in nets and config.speculative_method == "none":
         kinds.add("delta_rows")
@@ -104,10 +108,21 @@ def needed(
     return kinds
 
 
+def _numbers() -> Tuned | None:
+    """The device's numbers, or without a GPU those that a Hopper GPU would have."""
+    return device.active() if torch.cuda.is_available() else tuned.load(device.LIKE)
+
+
+def _names_teams() -> bool:
+    """Whether the numbers name a tile of ops.mxfp4_experts."""
+    numbers = _numbers()
+    entries = numbers.experts["mxfp4"] if numbers else ()
+    return any(tile is not None and tile.teams for entry in entries for _, tile in entry.steps)
+
+
 def _names_row_tiles(shapes: set[tuple[int, int]]) -> bool:
-    """Whether the device's numbers, or without a GPU those that a Hopper GPU would have, name a tile of
-    ops.blocks_linear for a weight of one of these shapes."""
-    numbers = device.active() if torch.cuda.is_available() else tuned.load(device.LIKE)
+    """Whether the numbers name a tile of ops.blocks_linear for a weight of one of these shapes."""
+    numbers = _numbers()
     entries = chain.from_iterable(numbers.blocks_linear.values() if numbers else ())
     named = [entry for entry in entries if any(tile for _, tile in entry.steps)]
     return any(entry.shape in shapes or (entry.shape is None and shapes) for entry in named)
@@ -253,6 +268,10 @@ def _spec(kind: Kind, model: ModelSpec, config: EngineConfig, dtype: torch.dtype
         from flashinfer_backend.ops import blocks_linear
 
         return blocks_linear.spec()
+    if kind == "mxfp4_experts":
+        from flashinfer_backend.ops import mxfp4_experts
+
+        return mxfp4_experts.spec()
     if kind == "delta_rows":
         return delta_rows.spec()
     if kind == "int4_linear":

@@ -165,18 +165,25 @@ class ExpertBlock(_Data, frozen=True):
         self._check_powers(rows=16, inner=32, warps=1)
 
 
-class ExpertTile(_Data, frozen=True):
+class ExpertTile(_Data, frozen=True, omit_defaults=True):
     """How ops.triton_experts cuts up the products of a mixture of experts.
 
     tokens: of a tile, all of one expert; a power of two of at least 16. gate_up, down: of the two products.
+    teams: of 8 warps, 1 or 2, of a block of threads of ops.mxfp4_experts, which then computes both products
+    of MXFP4 where it can; 0: never. Its tiles have 16 tokens.
     """
 
     tokens: int
     gate_up: ExpertBlock
     down: ExpertBlock
+    teams: int = 0
 
     def __post_init__(self) -> None:
         self._check_powers(tokens=16)
+        if self.teams not in (0, 1, 2) or (self.teams and self.tokens != 16):
+            raise ValueError(
+                f"teams should be 0, or 1 or 2 for a tile of 16 tokens, not {self.teams} for {self.tokens}"
+            )
 
 
 F = TypeVar("F")  # a kernel's fields

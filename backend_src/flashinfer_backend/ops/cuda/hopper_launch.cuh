@@ -10,9 +10,10 @@ namespace {
 
 inline void check(cudaError_t error) { TVM_FFI_ICHECK(error == cudaSuccess) << cudaGetErrorString(error); }
 
-// dims: of the tensor, the fastest first; strides: bytes, of all but the first; box: of a copy.
+// dims: of the tensor, the fastest first; strides: bytes, of all but the first; box: of a copy. lines: that L2 brings.
 inline CUtensorMap tensor_map(CUtensorMapDataType type, TensorView const& tensor, int rank, uint64_t const* dims,
-                              uint64_t const* strides, uint32_t const* box, CUtensorMapSwizzle swizzle) {
+                              uint64_t const* strides, uint32_t const* box, CUtensorMapSwizzle swizzle,
+                              CUtensorMapL2promotion lines = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
   static auto const encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found;
@@ -23,7 +24,7 @@ inline CUtensorMap tensor_map(CUtensorMapDataType type, TensorView const& tensor
   CUtensorMap map;
   uint32_t const ones[4] = {1, 1, 1, 1};
   CUresult result = encode(&map, type, rank, tensor.data_ptr(), dims, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                           swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                           swizzle, lines, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   TVM_FFI_ICHECK(result == CUDA_SUCCESS) << "cuTensorMapEncodeTiled failed with code " << int(result);
   return map;
 }
