@@ -206,8 +206,13 @@ def test_every_tile_gives_the_same(scales, tile):
     assert_close(found, by_formats(x, chosen, weights, gate_up, down, experts), BOUND[format])
 
 
-def test_nothing_compiles_after_the_start(tmp_path):
-    folder = make_checkpoint("qwen3-moe", tmp_path / "model", **SIZES, **EXPERTS)
+@pytest.mark.parametrize("kind", ["qwen3-moe", "gpt-oss in MXFP4"])
+def test_nothing_compiles_after_the_start(kind, tmp_path):
+    if kind == "qwen3-moe":
+        folder = make_checkpoint(kind, tmp_path / "model", **SIZES, **EXPERTS)
+    else:
+        sizes = {"hidden_size": 512, "num_attention_heads": 8, "head_dim": 64, "intermediate_size": 256}
+        folder, _ = make_mxfp4(tmp_path, **sizes)
     with watch() as found:
         core = start_core(folder, **SETTINGS)
         found.clear()

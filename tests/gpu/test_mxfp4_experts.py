@@ -82,12 +82,44 @@ def test_products(shape: tuple[int, int, int, int], clip: tuple[float, float] | 
         assert torch.equal(again, mxfp4_experts.product(result, down, tiles, teams, False, 1))
 
 
-def test_nan_stays_with_its_token() -> None:
-    weight, x = make_weight(4, 128, 256, bias=False), randn(9, 256)
+@pytest.mark.parametrize("teams", [1, 2])
+@pytest.mark.parametrize("clip", [CLIP, None])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("tokens", [9, 24])  # of the latter some experts have more than 8
+def test_nan_stays_with_its_token(
+    tokens: int, gated: bool, clip: tuple[float, float] | None, teams: int
+) -> None:
+    weight, x = make_weight(4, 128, 256, bias=clip is not None), randn(tokens, 256)
     x[3, 17] = torch.nan
-    tiles = triton_experts.route(randn(9, 4).float(), 2, True, mxfp4_experts.TOKENS)
-    found = mxfp4_experts.product(x, weight, tiles, 1, True, 2).isnan().any(dim=1).view(9, 2)
-    assert found[3].all() and not found[[t for t in range(9) if t != 3]].any()
+    tiles = triton_experts.route(randn(tokens, 4).float(), 2, True, mxfp4_experts.TOKENS)
+    result = mxfp4_experts.product(x, weight, tiles, teams, gated, 2, clip if gated else None)
+    found = result.isnan().view(tokens, -1)
+    assert found[3].all() and not found[[t for t in range(tokens) if t != 3]].any()
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_no_sum_depends_on_the_other_tokens(gated: bool) -> None:
+    """Of three stages (columns as GPT-OSS's down on two ranks has them) units begin with either team."""
+    weight, x = make_weight(32, 128, 1440, bias=False), randn(40, 1440)
+    logits = randn(40, 32).float()
+
+    def product(first: int) -> torch.Tensor:
+        tiles = triton_experts.route(logits[first:], 4, True, mxfp4_experts.TOKENS)
+        return mxfp4_experts.product(x[first:], weight, tiles, 2, gated, 4)
+
+    whole = product(0)
+    for first in (1, 13, 39):
+        assert torch.equal(product(first), whole[4 * first :])
+
+
+def test_ranks_without_a_pair() -> None:
+    """Whole experts of other ranks: no tile here has a pair, and nothing is written."""
+    weight, x, logits = make_weight(4, 128, 256, bias=False), randn(5, 256), randn(5, 8).float()
+    logits[:, 4:] -= 100
+    tiles = triton_experts.route(logits, 2, True, mxfp4_experts.TOKENS, own=(4, 4))
+    assert not tiles.filled.any() and not tiles.weights.any()
+    mxfp4_experts.product(x, weight, tiles, 2, True, 2)
+    torch.cuda.synchronize()
 
 
 def test_in_a_graph() -> None:

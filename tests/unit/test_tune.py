@@ -4,6 +4,7 @@
 import math
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from flashinfer_backend.models.hf import read_spec
 from flashinfer_backend.models.spec import ModelSpec
 from flashinfer_backend.models.transformer import Transformer
 from flashinfer_backend.models.weights import load_weights
-from flashinfer_backend.ops import torch_ops
+from flashinfer_backend.ops import device, mxfp4_experts, torch_ops
 from flashinfer_backend.ops.tilings import choose
 from flashinfer_backend.tune import __main__ as command
 from flashinfer_backend.tune import cases as c
@@ -32,6 +33,7 @@ from specs import EXPERTS, bundled
 from tables import entries, measured
 
 BUNDLED = bundled()
+GPT_OSS = Path(__file__).parents[2] / "perf_configs" / "shapes" / "gpt-oss-20b"
 SMALL = {"num_attention_heads": 4, "num_key_value_heads": 2}
 LLAMA = bundled(
     hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
@@ -368,7 +370,10 @@ def test_every_format_has_cases(spec, tables):
 @pytest.mark.parametrize("scales", ["none", "rows", "blocks", "mxfp4", "int4"])
 def test_experts_try_tiles_near_the_tokens_that_an_expert_has(scales):
     format = {"none": "dense", "rows": "fp8_token", "blocks": "fp8_block"}.get(scales, scales)
-    case = c.of_experts(format, 128, 8, c.FULL["experts"])
+    case = c.of_experts(format, 128, 8, c.FULL["experts"], teams=scales == "mxfp4")
+    without = c.of_experts(format, 128, 8, c.FULL["experts"])
+    assert not any(tile.teams for tile in without.candidates(1))
+    assert {tile.teams for tile in case.candidates(1)} == ({0, 1, 2} if scales == "mxfp4" else {0})
     assert case.sizes == (1, 16, 64, 128, 256, 1024, 4096, 8192) and case.limit(64) == 4
     for tokens, sizes in ((1, {16}), (256, {16, 32, 64}), (8192, {128})):
         tiles = case.candidates(tokens)
@@ -377,6 +382,31 @@ def test_experts_try_tiles_near_the_tokens_that_an_expert_has(scales):
             downs = case.neighbours(tile, tokens)
             assert (tile.teams or len(downs) > 3) and {each.gate_up for each in downs} == {tile.gate_up}
             assert scales != "blocks" or (tile.gate_up.inner == 128 and tile.gate_up.rows <= 128)
+
+
+def test_no_mixture_in_cuda_runs_where_kernels_are_collected(monkeypatch):
+    """Its tiles are written by Triton's kernels, which are not launched there."""
+    h200, seen = measured(), []
+    assert any(tile.teams for entry in h200.experts["mxfp4"] for _, tile in entry.steps)
+    monkeypatch.setattr(prebuild_triton, "compile_together", lambda variants: None)
+    measure.compile_all(lambda: seen.append(device.active()), [h200])
+    (active,) = seen
+    assert not any(tile.teams for entry in active.experts["mxfp4"] for _, tile in entry.steps)
+    assert replace(active, experts=h200.experts) == h200
+    assert active.experts["blocks"] == h200.experts["blocks"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "built", "can"), [(2880, True, True), (2880, False, False), (3104, True, False)]
+)
+def test_teams_are_searched_where_the_kernel_can_be_used(monkeypatch, columns, built, can):
+    monkeypatch.setattr(mxfp4_experts, "module", lambda place: "a module" if built else None)
+    spec = read_spec(GPT_OSS, changes={"hidden_size": columns})
+    assert command.has_teams(spec, torch.device("cuda", 0)) == can
+    assert not command.has_teams(LLAMA, torch.device("cuda", 0))
+    cases = c.of_model(spec, c.FULL, measured(), gated=False, teams=can)
+    (case,) = (case for case in cases if case.table == "experts")
+    assert any(tile.teams for tile in case.candidates(1)) == can
 
 
 def test_the_command_writes_a_file_that_gathers_shapes(tmp_path, capsys):

@@ -24,7 +24,7 @@ from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.core.tuned import MOST_ROW_TOKENS, Tuned
 from flashinfer_backend.models.hf import read_spec
 from flashinfer_backend.models.spec import ModelSpec
-from flashinfer_backend.ops import blocks_linear
+from flashinfer_backend.ops import blocks_linear, mxfp4_experts
 from flashinfer_backend.tune import cases as kernels
 from flashinfer_backend.tune.search import Bench, Case, Plan, changes, search
 
@@ -80,9 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     require_cuda(parser)
     try:
         base = starting_point(options.output, torch.cuda.get_device_name())
-        cases, plan = make_plan(options, spec, steps, base)
+        place = torch.device("cuda", torch.cuda.current_device())
+        cases, plan = make_plan(options, spec, steps, base, teams=has_teams(spec, place))
         bench = make_bench(options, spec)
-        if blocks_linear.module(torch.device("cuda", torch.cuda.current_device())) is None:
+        if blocks_linear.module(place) is None:
             cases = [case for case in cases if case.table != "blocks_linear"]
     except (OSError, ValueError) as error:
         parser.error(str(error))
@@ -125,15 +126,23 @@ def sizes_of(options: argparse.Namespace) -> kernels.Sizes:
     return sizes | tilings | {"blocks_fp8": (), "experts": ()}
 
 
+def has_teams(spec: ModelSpec, place: torch.device) -> bool:
+    """Whether ops.mxfp4_experts can compute all of the model's experts there."""
+    experts = [product for product in spec.products if product.experts]
+    fit = [each.format == "mxfp4" and each.shape[1] <= mxfp4_experts.WIDEST for each in experts]
+    return bool(fit) and all(fit) and mxfp4_experts.module(place) is not None
+
+
 def make_plan(
-    options: argparse.Namespace, spec: ModelSpec, sizes: kernels.Sizes, base: Tuned
+    options: argparse.Namespace, spec: ModelSpec, sizes: kernels.Sizes, base: Tuned, teams: bool = False
 ) -> tuple[list[Case], Plan]:
-    """What is measured, and how much of it. Raises ValueError for what cannot be."""
+    """What is measured, and how much of it. teams: as in cases.of_model. Raises ValueError for what cannot
+    be measured."""
     kind = None if options.tokens or options.decode_attention else kernels.kind_of_gated(spec)
     if options.decode_attention:
         cases = [kernels.of_decode_attention(options.decode_attention, sizes["decode_attention"])]
     else:
-        cases = kernels.of_model(spec, sizes, base, gated=kind is not None)
+        cases = kernels.of_model(spec, sizes, base, gated=kind is not None, teams=teams)
     if options.quick:
         return cases, Plan(0, options.seconds or QUICK_SECONDS, kind)
     return cases, Plan(ROUNDS, options.seconds or math.inf, kind)

@@ -66,10 +66,10 @@ def kind_of_gated(spec: ModelSpec) -> Kind | None:
     return "rows" if by_rows else None
 
 
-def of_model(spec: ModelSpec, sizes: Sizes, numbers: Tuned, gated: bool) -> list[Case]:
+def of_model(spec: ModelSpec, sizes: Sizes, numbers: Tuned, gated: bool, teams: bool = False) -> list[Case]:
     """The cases of a model's products, by role and shape. gated: the gated kernel is measured as well; else
-    gate and up have only sizes that it does not take. Raises ValueError for products of one role in several
-    formats."""
+    gate and up have only sizes that it does not take. teams: ops.mxfp4_experts can compute its experts.
+    Raises ValueError for products of one role in several formats."""
     found: list[Case] = []
     products = [product for product in spec.products if product.role and not product.experts]
     for product in {(product.role, product.shape): product for product in products}.values():
@@ -81,7 +81,7 @@ def of_model(spec: ModelSpec, sizes: Sizes, numbers: Tuned, gated: bool) -> list
         found += [case for case in cases if (case.table, case.key, case.shape) not in known]
     if (mlp := spec.experts) is not None:
         (format,) = {product.format for product in spec.products if product.experts}
-        found.append(of_experts(format, mlp.count, mlp.per_token, sizes["experts"]))
+        found.append(of_experts(format, mlp.count, mlp.per_token, sizes["experts"], teams))
     return found
 
 
@@ -288,8 +288,9 @@ BLOCKS = {16: FEW_BLOCKS, 32: FEW_BLOCKS, 64: MORE_BLOCKS, 128: MANY_BLOCKS}
 BLOCKS_IN_FP8 = {16: FEW_IN_FP8, 32: FEW_IN_FP8, 64: MORE_IN_FP8, 128: MANY_IN_FP8}
 
 
-def of_experts(format: str, count: int, per_token: int, sizes: tuple[int, ...]) -> Case:
-    """A layer's experts: first each size's gate and up, then down for the fastest of these."""
+def of_experts(format: str, count: int, per_token: int, sizes: tuple[int, ...], teams: bool = False) -> Case:
+    """A layer's experts: first each size's gate and up, then down for the fastest of these. teams: as in
+    of_model."""
     kinds: dict[str, Scales] = {"dense": "none", "mxfp4": "mxfp4", "int4": "int4", "fp8_block": "blocks"}
     scales: Scales = next((kind for begin, kind in kinds.items() if format.startswith(begin)), "rows")
 
@@ -300,8 +301,8 @@ def of_experts(format: str, count: int, per_token: int, sizes: tuple[int, ...]) 
                 blocks = expert_blocks(size, scales)
                 start = next(block for block in blocks if block.rows <= 64)
                 found += [ExpertTile(size, block, start) for block in blocks]
-                if scales == "mxfp4" and size == mxfp4_experts.TOKENS:
-                    found += [ExpertTile(size, start, start, teams) for teams in (1, 2)]
+                if teams and size == mxfp4_experts.TOKENS:
+                    found += [ExpertTile(size, start, start, number) for number in (1, 2)]
         return found
 
     def downs(tile: ExpertTile, tokens: int) -> list[ExpertTile]:

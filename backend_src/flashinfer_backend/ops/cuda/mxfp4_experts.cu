@@ -49,6 +49,11 @@ void mxfp4_experts(TensorView out, TensorView x, TensorView weight, TensorView s
   p.factors = elements<float>(factors), p.out = static_cast<nv_bfloat16*>(out.data_ptr());
   p.experts = static_cast<int const*>(experts.data_ptr()), p.filled = static_cast<int const*>(filled.data_ptr());
   p.order = static_cast<int const*>(order.data_ptr());
+  TVM_FFI_ICHECK(encode_dlpack_dtype(x.dtype()) == bfloat16_code && x.IsContiguous() &&
+                 (!bias.has_value() || encode_dlpack_dtype(bias.value().dtype()) == bfloat16_code) &&
+                 x.size(0) * pairs_a_row >= out.size(0))
+      << "x and the bias should be in bfloat16, x without gaps, with a row for every " << pairs_a_row << " of "
+      << out.size(0) << " pairs";
   TVM_FFI_ICHECK(p.inner % 8 == 0 && 2 * weight.size(1) >= p.inner && 2 * weight.size(1) < p.inner + 64 &&
                  weight.size(0) % (gated ? 2 * p.rows : p.rows) == 0 && scales.size(0) == weight.size(0))
       << "a weight [" << weight.size(0) << ", " << 2 * weight.size(1) << "] with scales of " << scales.size(0)

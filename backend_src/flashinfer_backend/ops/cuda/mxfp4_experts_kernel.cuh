@@ -289,12 +289,18 @@ __device__ __forceinline__ void multiply_all(Params const& p, Shared const& shar
           store_shared_quad(sums + (part - 1) * L::kBands * L::kSumBytes + e * 512, total + 4 * e);
       workers_barrier(2 + band, 32 * L::kParts);
       if (part > 0) continue;
+      for (int e = 0; e < eights; ++e) {
+        float others[3][4] = {};
 #pragma unroll
-      for (int other = 0; other < L::kParts - 1; ++other)
-        for (int e = 0; e < eights; ++e) {
+        for (int other = 0; other < L::kParts - 1; ++other) {
           float4 v = load_shared_floats(sums + other * L::kBands * L::kSumBytes + e * 512);
-          total[4 * e] += v.x, total[4 * e + 1] += v.y, total[4 * e + 2] += v.z, total[4 * e + 3] += v.w;
+          others[other][0] = v.x, others[other][1] = v.y, others[other][2] = v.z, others[other][3] = v.w;
         }
+        // Of down a team's two halves first: which team has the even stages, and which the odd ones, may depend on the
+        // units before, and must not show in a sum.
+#pragma unroll
+        for (int k = 0; k < 4; ++k) total[4 * e + k] = (total[4 * e + k] + others[0][k]) + (others[1][k] + others[2][k]);
+      }
     }
 #pragma unroll
     for (int e = 0; e < 2; ++e)
