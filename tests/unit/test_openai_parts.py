@@ -652,6 +652,24 @@ def test_reasoning_may_come_first() -> None:
         messages_of(ResponsesRequest(input=items[:1]))
 
 
+def test_a_summary_is_the_reasoning_where_there_is_nothing_else() -> None:
+    """As in conversations that another server began."""
+    summary = [{"type": "summary_text", "text": text} for text in ("First.", "Then.")]
+    item: dict[str, Any] = {"type": "reasoning", "summary": summary}
+    said = {"role": "assistant", "content": "Yes."}
+    (message,), _ = messages_of(ResponsesRequest(input=[item, said]))
+    assert (message["reasoning_content"], message["content"]) == ("First.\n\nThen.", "Yes.")
+    whole = {"content": [{"type": "reasoning_text", "text": "Hm"}]}
+    (message,), _ = messages_of(ResponsesRequest(input=[item | whole, said]))
+    assert message["reasoning_content"] == "Hm"
+    for field, place in (("summary", r"input\[0\]\.summary"), ("content", r"input\[0\]\.content")):
+        odd = {"type": "reasoning", field: [{"type": "t", "text": "a", "weight": 2}]}
+        with pytest.raises(ApiError, match=rf"^{place}\[0\]\.weight is not a field of a part of type"):
+            messages_of(ResponsesRequest(input=[odd, said]))
+        with pytest.raises(ApiError, match=f"^{place} should be a list of parts"):
+            messages_of(ResponsesRequest(input=[{"type": "reasoning", field: "Hm"}, said]))
+
+
 def test_an_answer_has_all_of_its_calls_and_reasoning() -> None:
     calls = [
         {"type": "function_call", "name": name, "arguments": "{}", "call_id": name}

@@ -305,8 +305,11 @@ def messages_of(
             output = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
             messages.append(output)
         else:
-            text = _thought(item.get("content"), f"input[{n}].content")
+            # All three may be there: the whole text, the same encoded, and a summary by another server.
+            summary = _thought(item.get("summary"), f"input[{n}].summary", "summary_text", "\n\n")
+            text = _thought(item.get("content"), f"input[{n}].content", "reasoning_text")
             text = text or unwrapped_text(item.get("encrypted_content"), f"input[{n}].encrypted_content")
+            text = text or summary
             if not text:
                 continue
             _add(messages, {"role": "assistant", "content": None, "reasoning_content": text})
@@ -341,17 +344,17 @@ def input_items(request: ResponsesRequest) -> list[dict[str, Any]]:
     return request.input
 
 
-def _thought(content: Any, place: str) -> str:
-    """The text of a reasoning item. Raises ApiError."""
-    content = [] if content is None else content
+def _thought(parts: Any, place: str, kind: str, between: str = "") -> str:
+    """The text of a reasoning item's parts of a kind. Raises ApiError."""
+    parts = [] if parts is None else parts
     texts: list[Any] = [None]
-    if isinstance(content, list):
-        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+    if isinstance(parts, list):
+        texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
     if not all(isinstance(text, str) for text in texts):
-        raise ApiError(
-            f'{place} should be a list of parts: {{"type": "reasoning_text", "text": ...}}', param=place
-        )
-    return "".join(texts)
+        raise ApiError(f'{place} should be a list of parts: {{"type": "{kind}", "text": ...}}', param=place)
+    for n, part in enumerate(parts):
+        check_part(part, ("text",), f"{place}[{n}]", f"a part of type {kind}")
+    return between.join(texts)
 
 
 def offered_tools(tools: Sequence[Mapping[str, Any]]) -> list[Offered]:
