@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Hopper kernel of experts in MXFP4 against the same sums in float64."""
+"""The Hopper kernels of experts in MXFP4 against the same sums in float64."""
 
 import pytest
 import torch
@@ -20,8 +20,9 @@ pytestmark = [
 # Experts, of which a token has, hidden and intermediate size: GPT-OSS-20B on one GPU and on two; rows that
 # are no whole unit and columns that are no whole line; fewer units than SMs.
 SHAPES = [(32, 4, 2880, 2880), (32, 4, 2880, 1440), (6, 2, 608, 352), (4, 4, 64, 64)]
-TOKENS = [1, 5, 16, 40, 130]  # the last with more tiles than experts
+TOKENS = [1, 5, 16, 40, 130, 700]  # the last ones with more tiles than experts
 CLIP = (1.702, 7.0)
+FORMS = [(16, 1), (16, 2), (64, 1)]  # tokens of a tile, teams
 
 
 @pytest.fixture(autouse=True)
@@ -62,17 +63,19 @@ def gated(sums: torch.Tensor, clip: tuple[float, float] | None) -> torch.Tensor:
     return gate * torch.sigmoid(clip[0] * gate) * (up + 1)
 
 
-@pytest.mark.parametrize("teams", [1, 2])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("clip", [CLIP, None])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_products(shape: tuple[int, int, int, int], clip: tuple[float, float] | None, teams: int) -> None:
-    experts, each, hidden, inner = shape
+def test_products(
+    shape: tuple[int, int, int, int], clip: tuple[float, float] | None, form: tuple[int, int]
+) -> None:
+    (experts, each, hidden, inner), (size, teams) = shape, form
     gate_up = make_weight(experts, 2 * inner, hidden, bias=clip is not None)
     down = make_weight(experts, hidden, inner, bias=clip is not None)
     assert mxfp4_experts.takes(gate_up) and mxfp4_experts.takes(down)
     for tokens in TOKENS:
         x = randn(tokens, hidden)
-        tiles = triton_experts.route(randn(tokens, experts).float(), each, True, mxfp4_experts.TOKENS)
+        tiles = triton_experts.route(randn(tokens, experts).float(), each, True, size)
         exact = gated(of_pairs(x.repeat_interleave(each, 0), gate_up, tiles), clip)
         result = mxfp4_experts.product(x, gate_up, tiles, teams, True, each, clip)
         assert_close(result, exact, 5e-3)
@@ -82,53 +85,57 @@ def test_products(shape: tuple[int, int, int, int], clip: tuple[float, float] | 
         assert torch.equal(again, mxfp4_experts.product(result, down, tiles, teams, False, 1))
 
 
-@pytest.mark.parametrize("teams", [1, 2])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("clip", [CLIP, None])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("tokens", [9, 24])  # of the latter some experts have more than 8
 def test_nan_stays_with_its_token(
-    tokens: int, gated: bool, clip: tuple[float, float] | None, teams: int
+    tokens: int, gated: bool, clip: tuple[float, float] | None, form: tuple[int, int]
 ) -> None:
+    size, teams = form
     weight, x = make_weight(4, 128, 256, bias=clip is not None), randn(tokens, 256)
     x[3, 17] = torch.nan
-    tiles = triton_experts.route(randn(tokens, 4).float(), 2, True, mxfp4_experts.TOKENS)
+    tiles = triton_experts.route(randn(tokens, 4).float(), 2, True, size)
     result = mxfp4_experts.product(x, weight, tiles, teams, gated, 2, clip if gated else None)
     found = result.isnan().view(tokens, -1)
     assert found[3].all() and not found[[t for t in range(tokens) if t != 3]].any()
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("gated", [True, False])
-def test_no_sum_depends_on_the_other_tokens(gated: bool) -> None:
+def test_no_sum_depends_on_the_other_tokens(gated: bool, form: tuple[int, int]) -> None:
     """Of three stages (columns as GPT-OSS's down on two ranks has them) units begin with either team."""
     weight, x = make_weight(32, 128, 1440, bias=False), randn(40, 1440)
     logits = randn(40, 32).float()
 
     def product(first: int) -> torch.Tensor:
-        tiles = triton_experts.route(logits[first:], 4, True, mxfp4_experts.TOKENS)
-        return mxfp4_experts.product(x[first:], weight, tiles, 2, gated, 4)
+        tiles = triton_experts.route(logits[first:], 4, True, form[0])
+        return mxfp4_experts.product(x[first:], weight, tiles, form[1], gated, 4)
 
     whole = product(0)
     for first in (1, 13, 39):
         assert torch.equal(product(first), whole[4 * first :])
 
 
-def test_ranks_without_a_pair() -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_ranks_without_a_pair(form: tuple[int, int]) -> None:
     """Whole experts of other ranks: no tile here has a pair, and nothing is written."""
     weight, x, logits = make_weight(4, 128, 256, bias=False), randn(5, 256), randn(5, 8).float()
     logits[:, 4:] -= 100
-    tiles = triton_experts.route(logits, 2, True, mxfp4_experts.TOKENS, own=(4, 4))
+    tiles = triton_experts.route(logits, 2, True, form[0], own=(4, 4))
     assert not tiles.filled.any() and not tiles.weights.any()
-    mxfp4_experts.product(x, weight, tiles, 2, True, 2)
+    mxfp4_experts.product(x, weight, tiles, form[1], True, 2)
     torch.cuda.synchronize()
 
 
-def test_in_a_graph() -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_in_a_graph(form: tuple[int, int]) -> None:
     """Replayed with other experts of the tokens."""
     gate_up, x = make_weight(8, 256, 512, bias=True), randn(20, 512)
     logits = randn(20, 8).float()
 
     def body() -> torch.Tensor:
-        tiles = triton_experts.route(logits, 2, True, mxfp4_experts.TOKENS)
-        return mxfp4_experts.product(x, gate_up, tiles, 2, True, 2, CLIP)
+        tiles = triton_experts.route(logits, 2, True, form[0])
+        return mxfp4_experts.product(x, gate_up, tiles, form[1], True, 2, CLIP)
 
     check_replays(body, lambda: logits.copy_(randn(20, 8)))

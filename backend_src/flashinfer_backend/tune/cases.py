@@ -301,7 +301,7 @@ def of_experts(format: str, count: int, per_token: int, sizes: tuple[int, ...], 
                 blocks = expert_blocks(size, scales)
                 start = next(block for block in blocks if block.rows <= 64)
                 found += [ExpertTile(size, block, start) for block in blocks]
-                if teams and size == mxfp4_experts.TOKENS:
+                if teams and size == mxfp4_experts.FEW:
                     found += [ExpertTile(size, start, start, number) for number in (1, 2)]
         return found
 

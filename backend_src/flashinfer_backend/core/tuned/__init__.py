@@ -170,7 +170,7 @@ class ExpertTile(_Data, frozen=True, omit_defaults=True):
 
     tokens: of a tile, all of one expert; a power of two of at least 16. gate_up, down: of the two products.
     teams: of 8 warps, 1 or 2, of a block of threads of ops.mxfp4_experts, which then computes both products
-    of MXFP4 where it can; 0: never. Its tiles have 16 tokens.
+    of MXFP4 where it can; 0: never. Its tiles have 16 tokens, or 64 with teams of 1.
     """
 
     tokens: int
@@ -180,9 +180,10 @@ class ExpertTile(_Data, frozen=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         self._check_powers(tokens=16)
-        if self.teams not in (0, 1, 2) or (self.teams and self.tokens != 16):
+        if self.teams and (self.tokens, self.teams) not in ((16, 1), (16, 2), (64, 1)):
             raise ValueError(
-                f"teams should be 0, or 1 or 2 for a tile of 16 tokens, not {self.teams} for {self.tokens}"
+                "teams should be 0, 1 or 2 for a tile of 16 tokens, 0 or 1 for one of 64, 0 for others, not"
+                f" {self.teams} for {self.tokens}"
             )
 
 
