@@ -51,6 +51,7 @@ template <typename T, int N> __device__ __forceinline__ void held(T (&registers)
       asm volatile("" : "+r"(registers[i])::"memory");
   }
 }
+__device__ __forceinline__ float wide(uint16_t bfloat16) { return __uint_as_float(uint32_t(bfloat16) << 16); }
 __device__ __forceinline__ uint32_t load_shared_word(uint32_t from) {
   uint32_t v;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(from));
@@ -92,10 +93,11 @@ __device__ __forceinline__ void load_all(Params const& p, uint32_t ring, uint32_
       for (int i = 0; i < 4; ++i) row[i] = first + unit.block * 256 + 64 * i;
     int from[kCopies];
 #pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
-      int t = kRowsApart * i + own;
-      from[i] = t < present ? p.order[unit.tile * kPairs + t] / p.pairs_a_row * p.inner + 8 * chunk : -1;
-    }
+    for (int i = 0; i < kCopies; ++i)  // all at once, so that none waits for another
+      from[i] = p.order[unit.tile * kPairs + min(kRowsApart * i + own, present - 1)];
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i)
+      from[i] = kRowsApart * i + own < present ? from[i] / p.pairs_a_row * p.inner + 8 * chunk : -1;
     for (int turn = 0; turn < turns; ++turn) {
       uint32_t stage = ring + place.slot * kStageBytes, ready = full + 8 * place.slot;
       barrier_wait(empty + 8 * place.slot, place.phase ^ 1);
@@ -118,6 +120,7 @@ __device__ __forceinline__ void load_all(Params const& p, uint32_t ring, uint32_
       place.advance(1, kStages);
     }
   }
+  asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
 template <bool kGated>
@@ -142,26 +145,29 @@ __device__ __forceinline__ void multiply_all(Params const& p, uint32_t ring, uin
     int column = unit.block * (kGated ? 128 : 256) + group * (kGated ? 64 : 128) + line;
     int other = kGated ? p.rows : 64;  // from the first product's rows to the second's
     uint8_t const* scales[4];
-    float bias[4];
+    uint32_t next[4];
+    uint16_t bias[4] = {};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      int row = first + column + i / 2 * other + i % 2 * 8;
+      scales[i] = p.scales + int64_t(min(row, p.all_rows - 1)) * p.apart;
+      next[i] = *reinterpret_cast<uint32_t const*>(scales[i]);
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       int row = first + column + i / 2 * other + i % 2 * 8;
       bool inside = column + (kGated ? 0 : i / 2 * 64) + i % 2 * 8 < p.rows;
-      scales[i] = p.scales + int64_t(min(row, p.all_rows - 1)) * p.apart;
-      bias[i] = p.bias && inside ? __bfloat162float(p.bias[row]) : 0.0f;
+      if (p.bias && inside) bias[i] = reinterpret_cast<uint16_t const*>(p.bias)[row];
     }
-    uint32_t next[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) next[i] = *reinterpret_cast<uint32_t const*>(scales[i]);
     for (int turn = 0; turn < turns; ++turn) {
-      uint32_t exponents[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        exponents[i] = next[i];
-        if (turn + 1 < turns) next[i] = *reinterpret_cast<uint32_t const*>(scales[i] + 4 * (turn + 1));
-      }
       barrier_wait(full + 8 * place.slot, place.phase);
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      uint32_t exponents[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {  // behind the fence, which may wait for loads
+        exponents[i] = next[i];
+        next[i] = *reinterpret_cast<uint32_t const*>(scales[i] + 4 * min(turn + 1, turns - 1));
+      }
       uint32_t stage = own + place.slot * kStageBytes;
       uint32_t x = ring + place.slot * kStageBytes + 4 * kBoxBytes;
       uint32_t words[2][2][2][2];  // products, times 64 columns, rows, halves
@@ -211,6 +217,12 @@ __device__ __forceinline__ void multiply_all(Params const& p, uint32_t ring, uin
       before = place, pending = true;
       place.advance(1, kStages);
     }
+    int pairs[16];  // all at once, while the last products are computed
+    float factors[16];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) pairs[i] = order[min(8 * (i / 2) + 2 * q + i % 2, present - 1)];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) factors[i] = kGated || !p.factors ? 1.0f : p.factors[pairs[i]];
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
     held(sums[0]), held(sums[1]);
     release();
@@ -221,12 +233,11 @@ __device__ __forceinline__ void multiply_all(Params const& p, uint32_t ring, uin
       for (int k = 0; k < 2; ++k) {
         int t = 8 * j + 2 * q + k;
         if (t >= present) continue;
-        int pair = order[t];
-        nv_bfloat16* cell = p.out + int64_t(pair) * p.rows + column;
-        float factor = kGated || !p.factors ? 1.0f : p.factors[pair];
+        nv_bfloat16* cell = p.out + int64_t(pairs[2 * j + k]) * p.rows + column;
+        float factor = factors[2 * j + k];
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-          float v[2] = {sums[0][4 * j + 2 * row + k] + bias[row], sums[1][4 * j + 2 * row + k] + bias[2 + row]};
+          float v[2] = {sums[0][4 * j + 2 * row + k] + wide(bias[row]), sums[1][4 * j + 2 * row + k] + wide(bias[2 + row])};
           if constexpr (kGated) {
             float result = p.limit > 0.0f ? clipped(v[0], v[1], p.alpha, p.limit) : v[0] / (1.0f + __expf(-v[0])) * v[1];
             if (column + 8 * row < p.rows) cell[8 * row] = __float2bfloat16_rn(result);
