@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The product of mxfp4_experts_kernel.cuh for tiles of up to 64 pairs: wgmma with the weights from registers.
 //
-// Two warpgroups have two products each: 64 rows of gate and the same of up, or two times 64 rows of down. A producer warp
+// Two warpgroups have two products each: 64 rows of gate and the same of up, or two times 64 rows of down. The third one
 // has the copy engine load weights, and gathers rows of x by cp.async, in the swizzle of the tensor cores' right operand.
-// Weights are unpacked in registers while the tensor cores compute the 64 columns before.
+// Weights are unpacked in registers while the tensor cores multiply the 64 columns before.
 #pragma once
 
 #include "mxfp4_experts_kernel.cuh"
