@@ -2,6 +2,7 @@
 """Every output of TensorRT-LLM's ensemble holds what it holds there, and is absent unless asked for."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -94,14 +95,21 @@ def test_log_probs_of_a_stream_under_tensorrt_llms_name(contract: Server) -> Non
 
 def check_log_probs_of_a_stream(server: Server, so_far: bool) -> None:
     expected = log_probs(encode(PROMPT), greedy(PROMPT, N))
-    chunks = events(server, N, return_log_probs=True, return_num_output_tokens=True)
+    chunks = several(lambda: events(server, N, return_log_probs=True, return_num_output_tokens=True))
     tokens = 0
-    assert len(chunks) > 1
     for chunk in chunks:
         first, tokens = 0 if so_far else tokens, tokens + chunk["num_output_tokens"]
         np.testing.assert_allclose(flat(chunk["output_log_probs"]), expected[first:tokens], atol=1e-4)
         np.testing.assert_allclose(chunk["cum_log_probs"], expected[:tokens].sum(), atol=1e-3)
     assert tokens == N
+
+
+def several(ask: Callable[[], list[Any]], fewest: int = 2) -> list[Any]:
+    """The chunks of an answer; asked again if a busy machine sends all or most of it as one."""
+    for _ in range(9):
+        if len(chunks := ask()) >= fewest:
+            return chunks
+    raise AssertionError(f"{len(chunks)} chunks, nine times")
 
 
 def sampled_ids(result: Any, vocabulary: int) -> list[int]:
@@ -124,9 +132,8 @@ def test_logits_equal_those_of_transformers(contract: Server) -> None:
     np.testing.assert_allclose(generation[0, 0], reference[len(prompt) - 1 : -1], atol=1e-3)
     assert result.as_numpy("output_log_probs").shape == (1, 1, N)
     assert result.as_numpy("cum_log_probs").shape == (1, 1)
-    chunks = answers(contract, "ensemble", {**values, "stream": flag(True)})
+    chunks = several(lambda: answers(contract, "ensemble", {**values, "stream": flag(True)}), 3)
     assert [token for chunk in chunks for token in sampled_ids(chunk, vocabulary)] == plain
-    assert len(chunks) > 2
     first, *between, last = (output_names(chunk) for chunk in chunks)
     assert "context_logits" in first & last and not any("context_logits" in names for names in between)
     assert (chunks[-1].as_numpy("context_logits") == chunks[0].as_numpy("context_logits")).all()
@@ -144,9 +151,10 @@ def test_a_last_chunk_without_a_token_has_what_was_asked_for(contract: Server) -
         "end_id": int32(end),
         "stream": flag(True),
     }
-    chunks = answers(contract, "ensemble", values | {name: flag(True) for name in asked})
+    values |= {name: flag(True) for name in asked}
+    chunks = several(lambda: answers(contract, "ensemble", values))
     count = plain.index(end)
-    assert len(chunks) > 1 and chunks[-1].as_numpy("finish_reason").item() == b"stop"
+    assert chunks[-1].as_numpy("finish_reason").item() == b"stop"
     every = PERF | ASKED["return_log_probs"] | ASKED["return_generation_logits"]
     assert all(every <= output_names(chunk) for chunk in chunks)
     assert "context_logits" in output_names(chunks[-1])
@@ -163,11 +171,8 @@ def test_perf_metrics_of_a_repeated_prompt(contract: Server) -> None:
         asked = {"text_input": prompt, "return_perf_metrics": True}
         if not stream:
             return generate(contract, 4, **asked)
-        for _ in range(5):  # on a busy machine all four tokens can come as one chunk
-            chunks = events(contract, 4, **asked)
-            if len(chunks) > 1:
-                break
-        assert len(chunks) > 1 and all({*chunk} >= PERF for chunk in chunks)
+        chunks = several(lambda: events(contract, 4, **asked))
+        assert all({*chunk} >= PERF for chunk in chunks)
         *_, before, last = chunks
         for name in ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns"):
             assert before[name] == last[name]
@@ -208,9 +213,10 @@ def test_perf_metrics_of_an_answer_that_a_stop_word_ends(contract: Server, strea
 
 
 def test_token_counts_add_up_over_chunks(contract: Server) -> None:
-    chunks = events(contract, N, return_num_input_tokens=True, return_num_output_tokens=True)
+    asked = {"return_num_input_tokens": True, "return_num_output_tokens": True}
+    chunks = several(lambda: events(contract, N, **asked))
     assert {chunk["num_input_tokens"] for chunk in chunks} == {len(encode(PROMPT))}
-    assert len(chunks) > 1 and sum(chunk["num_output_tokens"] for chunk in chunks) == N
+    assert sum(chunk["num_output_tokens"] for chunk in chunks) == N
 
 
 @pytest.mark.parametrize(
