@@ -248,7 +248,7 @@ if __name__ == "__main__":
         (13, 8, 3, True, False),
         (16, 5, 4, False, True),
         (22, 7, 3, True, True),  # several programs place
-        (4, 70, 2, False, True),  # the most tokens of so many experts in one program
+        (4, 70, 2, False, True),  # as many tokens as one program takes with 70 experts
         (5, 70, 3, True, False),
     ]:
         check_routes(tokens, experts, chosen, renormalise, skewed)

@@ -31,7 +31,8 @@ def spec() -> Any:
 
 
 def takes(weight: Weight) -> bool:
-    """Whether `product` can multiply by it: MXFP4, of so many columns, on a Hopper GPU."""
+    """Whether `product` takes this weight: in MXFP4, not wider than WIDEST, on a Hopper GPU, if the kernels
+    could be built."""
     if not isinstance(weight.format, Mxfp4) or weight.shape[1] > WIDEST:
         return False
     return module(weight.data.device) is not None

@@ -95,8 +95,8 @@ def needed(
     blocks = {p.shape for p in model.products if p.format.startswith("fp8_block") and not p.experts}
     if capability == (9, 0) and _names_row_tiles(blocks):
         kinds.add("blocks_linear")
-    formats = {product.format for product in model.products if product.experts}
-    if capability == (9, 0) and "mxfp4" in formats and _names_teams():
+    mixture = {product.format for product in model.products if product.experts}
+    if capability == (9, 0) and "mxfp4" in mixture and _names_teams():
         kinds.add("mxfp4_experts")
     nets = {(net.key_dim, net.value_dim, net.kernel) for net in model.delta_nets}
     if capability == (9, 0) and delta_rows.SIZES in nets and config.speculative_method == "none":

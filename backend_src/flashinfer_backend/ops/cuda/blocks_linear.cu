@@ -6,13 +6,7 @@
 
 namespace {
 
-using tvm::ffi::Optional;
-
 constexpr int kMostSplit = 8;  // blocks of a cluster that every Hopper GPU runs together
-
-nv_bfloat16 const* elements(Optional<TensorView> const& tensor) {
-  return tensor.has_value() ? static_cast<nv_bfloat16 const*>(tensor.value().data_ptr()) : nullptr;
-}
 
 template <int kTokens, int kGroups, bool kGated>
 void launch(Params& p, TensorView x, TensorView weight) {
@@ -60,7 +54,7 @@ void blocks_linear(TensorView out, TensorView x, TensorView x_scales, TensorView
   p.turns = weight.size(1) / kInner, p.tokens = out.size(0), p.rows = out.size(1), p.split = split;
   p.x_rows = x_scales.size(1), p.scale_row = scales.stride(0);
   p.x_scales = static_cast<float const*>(x_scales.data_ptr()), p.scales = static_cast<float const*>(scales.data_ptr());
-  p.bias = elements(bias), p.residual = elements(residual);
+  p.bias = elements<nv_bfloat16>(bias), p.residual = elements<nv_bfloat16>(residual);
   p.out = static_cast<nv_bfloat16*>(out.data_ptr());
   TVM_FFI_ICHECK(p.tokens <= p.x_rows && x.size(0) == p.x_rows && p.x_rows % 4 == 0 && x.size(1) == weight.size(1) &&
                  x_scales.size(0) == p.turns)

@@ -8,6 +8,11 @@
 
 namespace {
 
+using tvm::ffi::Optional;
+
+template <typename T> T const* elements(Optional<TensorView> const& tensor) {
+  return tensor.has_value() ? static_cast<T const*>(tensor.value().data_ptr()) : nullptr;
+}
 inline void check(cudaError_t error) { TVM_FFI_ICHECK(error == cudaSuccess) << cudaGetErrorString(error); }
 
 // dims: of the tensor, the fastest first; strides: bytes, of all but the first; box: of a copy. lines: that L2 brings.

@@ -6,12 +6,6 @@
 
 namespace {
 
-using tvm::ffi::Optional;
-
-template <typename T> T const* elements(Optional<TensorView> const& tensor) {
-  return tensor.has_value() ? static_cast<T const*>(tensor.value().data_ptr()) : nullptr;
-}
-
 template <bool kGated, int kTeams> void launch(Params& p, TensorView x, TensorView weight, TensorView scales) {
   constexpr CUtensorMapDataType kBytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
   using L = Layout<kGated, kTeams>;

@@ -101,6 +101,15 @@ __device__ __forceinline__ void workers_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Adds the tiles with pairs, which come before the others, to a sum in shared memory. For all threads of a block.
+template <int kThreads> __device__ __forceinline__ void count_tiles(int const* filled, int most, int* sum) {
+  int own = 0;
+  for (int t = threadIdx.x; t < most; t += kThreads) own += filled[t] > 0;
+  own = __reduce_add_sync(~0u, own);
+  if (threadIdx.x % 32 == 0 && own > 0) atomicAdd(sum, own);
+  __syncthreads();
+}
+
 // A block's units: neighbours of one tile follow each other.
 struct Work {
   int first, units;
@@ -231,7 +240,9 @@ __device__ __forceinline__ void multiply_unit(Params const& p, Shared const& sha
   for (int i = 0; i < 4 * kEights; ++i) total[i] = sums[i / 4][0][i % 4] + sums[i / 4][1][i % 4];
 }
 
-__device__ __forceinline__ float clipped(float gate, float up, float alpha, float limit) {
+// limit 0: not clipped.
+__device__ __forceinline__ float activated(float gate, float up, float alpha, float limit) {
+  if (limit <= 0.0f) return silu(gate) * up;
   // NaN stays: a row that went wrong must show.
   gate = gate > limit ? limit : gate;
   up = up > limit ? limit : up < -limit ? -limit : up;
@@ -312,8 +323,7 @@ __device__ __forceinline__ void multiply_all(Params const& p, Shared const& shar
         float first = total[4 * e + k] + bias[0], other = total[4 * e + 2 + k] + bias[1];
         nv_bfloat16* cell = p.out + int64_t(pair) * p.rows + column;
         if constexpr (kGated) {
-          float result = p.limit > 0.0f ? clipped(first, other, p.alpha, p.limit) : first / (1.0f + __expf(-first)) * other;
-          if (inside[0]) *cell = __float2bfloat16_rn(result);
+          if (inside[0]) *cell = __float2bfloat16_rn(activated(first, other, p.alpha, p.limit));
         } else {
           float factor = p.factors ? p.factors[pair] : 1.0f;
           if (inside[0]) *cell = __float2bfloat16_rn(first * factor);
@@ -347,11 +357,7 @@ __global__ void __launch_bounds__(256 * kTeams + 32, 1) mxfp4_experts_kernel(__g
   __syncthreads();
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
-  int own = 0;  // tiles with pairs, which come before the others
-  for (int t = threadIdx.x; t < p.most; t += L::kThreads) own += p.filled[t] > 0;
-  own = __reduce_add_sync(~0u, own);
-  if (threadIdx.x % 32 == 0 && own > 0) atomicAdd(&tiles, own);
-  __syncthreads();
+  count_tiles<L::kThreads>(p.filled, p.most, &tiles);
   Work work(p, tiles);
   if (threadIdx.x / 32 == L::kWarps) {
     if (threadIdx.x % 32 == 0) load_all<kGated>(p, shared, work);

@@ -239,8 +239,7 @@ __device__ __forceinline__ void multiply_all(Params const& p, uint32_t ring, uin
         for (int row = 0; row < 2; ++row) {
           float v[2] = {sums[0][4 * j + 2 * row + k] + wide(bias[row]), sums[1][4 * j + 2 * row + k] + wide(bias[2 + row])};
           if constexpr (kGated) {
-            float result = p.limit > 0.0f ? clipped(v[0], v[1], p.alpha, p.limit) : v[0] / (1.0f + __expf(-v[0])) * v[1];
-            if (column + 8 * row < p.rows) cell[8 * row] = __float2bfloat16_rn(result);
+            if (column + 8 * row < p.rows) cell[8 * row] = __float2bfloat16_rn(activated(v[0], v[1], p.alpha, p.limit));
           } else {
             if (column + 8 * row < p.rows) cell[8 * row] = __float2bfloat16_rn(v[0] * factor);
             if (column + 64 + 8 * row < p.rows) cell[64 + 8 * row] = __float2bfloat16_rn(v[1] * factor);
@@ -264,11 +263,7 @@ template <bool kGated> __global__ void __launch_bounds__(kThreads, 1) kernel(__g
   __syncthreads();
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
-  int own = 0;
-  for (int t = threadIdx.x; t < p.most; t += kThreads) own += p.filled[t] > 0;
-  own = __reduce_add_sync(~0u, own);
-  if (threadIdx.x % 32 == 0 && own > 0) atomicAdd(&tiles, own);
-  __syncthreads();
+  count_tiles<kThreads>(p.filled, p.most, &tiles);
   if (threadIdx.x / 128 == 2) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     load_all<kGated>(p, ring, full, empty, tiles);
