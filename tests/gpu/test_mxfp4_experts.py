@@ -22,7 +22,7 @@ pytestmark = [
 SHAPES = [(32, 4, 2880, 2880), (32, 4, 2880, 1440), (6, 2, 608, 352), (4, 4, 64, 64)]
 TOKENS = [1, 5, 16, 40, 130, 700]  # the last ones with more tiles than experts
 CLIP = (1.702, 7.0)
-FORMS = [(16, 1), (16, 2), (64, 1)]  # tokens of a tile, teams
+FORMS = [(16, 1), (16, 2), (64, 1), (128, 1)]  # tokens of a tile, teams
 
 
 @pytest.fixture(autouse=True)

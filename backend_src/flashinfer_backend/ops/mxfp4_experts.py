@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products of a mixture of experts in MXFP4 in Hopper kernels: one for few tokens an expert, one for many.
 
-cuda/mxfp4_experts_kernel.cuh and cuda/mxfp4_tiles_kernel.cuh have the kernels. The second one has not run
-yet, so no device's file names it. FlashInfer's build tools compile both once per machine. Without a
-compiler, on another GPU, or with rows for which shared memory has no room, `takes` says no and the caller
-uses ops.triton_experts. For how many tokens it is the faster one, the device's file says (core/tuned).
+cuda/mxfp4_experts_kernel.cuh and cuda/mxfp4_tiles_kernel.cuh have the kernels; FlashInfer's build tools
+compile both once per machine. Without a compiler, on another GPU, or with rows for which shared memory has no
+room, `takes` says no and the caller uses ops.triton_experts. For how many tokens each is the fastest one, the
+device's file says (core/tuned).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flashinfer_backend.ops.weight import Mxfp4, Weight
 if TYPE_CHECKING:
     from flashinfer_backend.ops.triton_experts import Tiles
 
-FEW, MANY = 16, 64  # tokens of a tile, of the two kernels
+FEW, MANY = 16, (64, 128)  # tokens of a tile, of the two kernels
 WIDEST = 3072  # columns of a weight: rows of x have room next to two stages of weights at least
 
 
@@ -48,7 +48,7 @@ def product(
     clip: tuple[float, float] | None = None,
 ) -> Tensor:
     """ops.triton_experts.product of x[R, K] in bfloat16 and a weight that `takes` is true for; tiles have
-    FEW or MANY tokens. teams: of 8 warps of a block of threads, 1 or 2; with MANY always 1."""
+    FEW tokens or one of MANY. teams: of 8 warps of a block of threads, 1 or 2; with MANY always 1."""
     tokens, chosen = tiles.weights.shape
     rows = len(weight.data) // tiles.of_experts // (2 if gated else 1)
     out = torch.empty(tokens * chosen, rows, dtype=torch.bfloat16, device=x.device)

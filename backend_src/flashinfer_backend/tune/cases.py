@@ -301,8 +301,9 @@ def of_experts(format: str, count: int, per_token: int, sizes: tuple[int, ...], 
                 blocks = expert_blocks(size, scales)
                 start = next(block for block in blocks if block.rows <= 64)
                 found += [ExpertTile(size, block, start) for block in blocks]
-                if teams and size == mxfp4_experts.FEW:
-                    found += [ExpertTile(size, start, start, number) for number in (1, 2)]
+                if teams:
+                    numbers = {mxfp4_experts.FEW: (1, 2)} | dict.fromkeys(mxfp4_experts.MANY, (1,))
+                    found += [ExpertTile(size, start, start, number) for number in numbers.get(size, ())]
         return found
 
     def downs(tile: ExpertTile, tokens: int) -> list[ExpertTile]:

@@ -170,7 +170,7 @@ class ExpertTile(_Data, frozen=True, omit_defaults=True):
 
     tokens: of a tile, all of one expert; a power of two of at least 16. gate_up, down: of the two products.
     teams: of 8 warps, 1 or 2, of a block of threads of ops.mxfp4_experts, which then computes both products
-    of MXFP4 where it can; 0: never. Its tiles have 16 tokens, or 64 with teams of 1.
+    of MXFP4 where it can; 0: never. Its tiles have 16 tokens, or with teams of 1 also 64 or 128.
     """
 
     tokens: int
@@ -180,10 +180,10 @@ class ExpertTile(_Data, frozen=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         self._check_powers(tokens=16)
-        if self.teams and (self.tokens, self.teams) not in ((16, 1), (16, 2), (64, 1)):
+        if self.teams and (self.tokens, self.teams) not in ((16, 1), (16, 2), (64, 1), (128, 1)):
             raise ValueError(
-                "teams should be 0, 1 or 2 for a tile of 16 tokens, 0 or 1 for one of 64, 0 for others, not"
-                f" {self.teams} for {self.tokens}"
+                "teams should be 0, 1 or 2 for a tile of 16 tokens, 0 or 1 for one of 64 or 128, 0 for others,"
+                f" not {self.teams} for {self.tokens}"
             )
 
 
@@ -247,10 +247,11 @@ class GatedLinear(_Data, frozen=True):
 class DecodeAttention(_Data, frozen=True, omit_defaults=True):
     """A form of the Triton decode kernel.
 
-    block: tokens per step of its loop; stages, warps: pipeline depth and warps of a program; prefetch:
-    tokens whose keys and values it pulls into L2 before it waits for the previous kernel; merge: parts of
-    a split row added at a time; registers: a thread's, or None for what the assembler picks; programs_per_sm:
-    how many rows are split for. block, warps and merge are powers of two, prefetch is one or 0.
+    block: tokens per step of its loop; stages, warps: pipeline depth and warps of a program whose results are
+    16 query rows of 128 numbers (of more they have more warps, up to 8); prefetch: tokens whose keys and
+    values it pulls into L2 before it waits for the previous kernel; merge: parts of a split row added at a
+    time; registers: a thread's, or None for what the assembler picks; programs_per_sm: how many rows are
+    split for. block, warps and merge are powers of two, prefetch is one or 0.
     """
 
     block: int

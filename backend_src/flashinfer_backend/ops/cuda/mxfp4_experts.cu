@@ -28,7 +28,7 @@ template <bool kGated, int kTeams> void launch(Params& p, TensorView x, TensorVi
   launch.start(std::min(int64_t(most), int64_t(p.most) * p.blocks), p);
 }
 
-template <bool kGated> void launch_tiles(Params const& few, TensorView x, TensorView weight, TensorView scales) {
+template <bool kGated, int kPairs> void launch_tiles(Params const& few, TensorView x, TensorView weight, TensorView scales) {
   tiles::Params p;
   uint64_t rows = weight.size(0);
   uint64_t dims[2] = {uint64_t(weight.size(1)), rows}, strides[1] = {uint64_t(weight.size(1))};
@@ -40,18 +40,18 @@ template <bool kGated> void launch_tiles(Params const& few, TensorView x, Tensor
   p.alpha = few.alpha, p.limit = few.limit, p.scales = static_cast<uint8_t const*>(scales.data_ptr());
   p.x = few.x, p.bias = few.bias, p.factors = few.factors;
   p.experts = few.experts, p.filled = few.filled, p.order = few.order, p.out = few.out;
-  auto kernel = tiles::kernel<kGated>;
-  static cudaError_t const attribute =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, tiles::kBytes);
+  auto kernel = tiles::kernel<kGated, kPairs>;
+  constexpr int kBytes = tiles::Ring<kPairs>::kBytes;
+  static cudaError_t const attribute = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   check(attribute);
-  Launch<tiles::Params> launch(kernel, tiles::kThreads, tiles::kBytes, 1, get_stream(x.device()));
+  Launch<tiles::Params> launch(kernel, tiles::kThreads, kBytes, 1, get_stream(x.device()));
   static int const most = launch.clusters();
   launch.start(std::min(int64_t(most), int64_t(p.most) * p.blocks), p);
 }
 
 // x[R, K] bfloat16 times weights in MXFP4, as ops/mxfp4.py packs them: uint8 [E N, K / 2] and scales [E N, S], whose rows
-// are S bytes apart in memory, a multiple of 16; gated: of 2 N rows. Tiles: experts [M], filled [M], order [M, 16 or 64],
-// int32; teams: of tiles of 16.
+// are S bytes apart in memory, a multiple of 16; gated: of 2 N rows. Tiles: experts [M], filled [M], order [M, 16, 64 or
+// 128], int32; teams: of tiles of 16.
 // out[P, N] bfloat16; bfloat16 bias of the weight's rows; float32 factors of out's rows. limit 0: silu, not clipped.
 void mxfp4_experts(TensorView out, TensorView x, TensorView weight, TensorView scales, Optional<TensorView> bias,
                    Optional<TensorView> factors, TensorView experts, TensorView filled, TensorView order, bool gated,
@@ -74,11 +74,13 @@ void mxfp4_experts(TensorView out, TensorView x, TensorView weight, TensorView s
                  weight.size(0) % (gated ? 2 * p.rows : p.rows) == 0 && scales.size(0) == weight.size(0))
       << "a weight [" << weight.size(0) << ", " << 2 * weight.size(1) << "] with scales of " << scales.size(0)
       << " rows for x of " << p.inner << " columns and " << p.rows << " columns of results";
-  bool many = order.size(1) == tiles::kPairs;
+  bool many = order.size(1) == 64 || order.size(1) == 128;
   TVM_FFI_ICHECK(p.scale_bytes % 16 == 0 && p.scale_bytes <= 256 && (many || order.size(1) == kPairs))
       << "scales " << p.scale_bytes << " bytes apart, tiles of " << order.size(1);
   TVM_FFI_ICHECK(x.size(0) * x.size(1) < int64_t(1) << 31) << "x has too many elements";
-  if (many) return gated ? launch_tiles<true>(p, x, weight, scales) : launch_tiles<false>(p, x, weight, scales);
+#define TILES(G, N) if (gated == G && order.size(1) == N) return launch_tiles<G, N>(p, x, weight, scales);
+  TILES(true, 64) TILES(false, 64) TILES(true, 128) TILES(false, 128)
+#undef TILES
 #define TEAMS(G, T) if (gated == G && teams == T) return launch<G, T>(p, x, weight, scales);
   TEAMS(true, 1) TEAMS(false, 1) TEAMS(true, 2) TEAMS(false, 2)
 #undef TEAMS
