@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashinfer_backend.ops import cublas, cuda_fp8, cuda_int4, gated_linear, triton_fp8, triton_linear
+from flashinfer_backend.ops import cublas, cuda_fp8, cuda_int4, fp8, gated_linear, triton_fp8, triton_linear
 from flashinfer_backend.ops.cuda_experts import experts_add, router_logits
 from flashinfer_backend.ops.tilings import choose, choose_adapted
 from flashinfer_backend.ops.torch_delta import count_held
@@ -41,6 +41,8 @@ from flashinfer_backend.ops.triton_logits import copy_rows, penalise
 from flashinfer_backend.ops.triton_rope import rope_and_store
 from flashinfer_backend.ops.triton_sample import keep_allowed, sample
 from flashinfer_backend.ops.weight import DENSE, Added, Chosen, Fp8Block, Fp8Static, Int4, LowRank, Weight
+
+_QUANTISED = 8192  # rows that are quantised at once, in float32
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -80,6 +82,21 @@ def norm_quantised(
         return rms_norm(x, norm_weight, eps), None
     normed = torch.empty_like(x)
     return normed, triton_fp8.quantise_groups(x, Norm(norm_weight, eps), normed)
+
+
+def for_drafts(weight: Weight) -> Weight | None:
+    """A copy for products that only guess, which reads half as much: of a weight in bfloat16 in e4m3, with a
+    scale for each row. None where it would not."""
+    rows, inner = weight.data.shape
+    if weight.format is not DENSE or weight.data.dtype != torch.bfloat16 or rows % 16 or inner % 16:
+        return None
+    copy = Weight.empty(weight.role, (rows, inner), "fp8_token", weight.data.dtype, weight.data.device)
+    copy.bias = weight.bias
+    for begin in range(0, rows, _QUANTISED):
+        part = slice(begin, begin + _QUANTISED)
+        elements, scale = fp8.quantise_rows(weight.data[part])
+        copy.data[part], copy.scale[part] = elements, scale[:, 0]
+    return copy
 
 
 def _begins_with_norm(weight: Weight, tokens: int) -> bool:

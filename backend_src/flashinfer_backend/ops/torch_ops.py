@@ -521,6 +521,11 @@ def norms_side_by_side(
     return torch.cat([rms_norm(left, left_weight, eps), rms_norm(right, right_weight, eps)], dim=1)
 
 
+def for_drafts(weight: Weight) -> Weight | None:
+    """See ops.cuda_ops.for_drafts: a copy would only be computed more slowly."""
+    return None
+
+
 def likeliest(logits: Tensor, ids: Tensor | None = None) -> Tensor:
     """The first of the largest logits of each row [R, V], int32 [R]: its place, or what ids (int32 [V]) has
     there."""

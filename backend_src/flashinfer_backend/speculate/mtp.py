@@ -6,6 +6,8 @@ Like an EAGLE-3 head it takes at each position what the target had there, and th
 the target's last hidden state, normed as for the logits, has one layer as the target's with attention, and
 shares the target's embedding and output projection. Published heads have one layer, which drafts further
 tokens from its own normed hidden states.
+
+For drafts a GPU reads the projection in e4m3, a copy: of 16 bits it is most of what a draft reads.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from flashinfer_backend.models.transformer import (
     weight,
 )
 from flashinfer_backend.models.weights import load_weights, of_layers, of_norm, of_product
+from flashinfer_backend.ops.weight import Weight
 from flashinfer_backend.speculate.proposer import Places
 
 OTHERS = ("model.", "lm_head.", "language_model.", "visual.")  # beginnings of the target's tensors' names
@@ -56,6 +59,7 @@ class MtpHead(nn.Module):
         self.embedding_norm, self.hidden_norm, self.final_norm = (
             parameter((hidden,), self.dtype, self.device) for _ in NORMS
         )
+        self.lm_head: Weight | None = None  # the target's in fewer bits, of share_projection
 
     @property
     def taken(self) -> tuple[int, ...]:
@@ -79,7 +83,7 @@ class MtpHead(nn.Module):
     def guess(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         target, ops = self._target[0], self.ops
         hidden = ops.rms_norm(hidden, self.final_norm, self.spec.norm_eps)
-        logits, collectives = ops.linear(hidden, target.lm_head), target.collectives
+        logits, collectives = ops.linear(hidden, self.lm_head or target.lm_head), target.collectives
         if self.spec.shard.size == 1:
             return ops.likeliest(logits[:, : self.spec.vocab_size]), hidden
         logits = collectives.gather_columns(logits, self.spec.vocab_size)
@@ -92,6 +96,11 @@ class MtpHead(nn.Module):
         for module, target in own:
             targets |= of_norm(Norm("", module, hidden, offset=1.0), target, "mtp.")
         load_weights(self, folder, load_format, targets=targets)
+        self.share_projection()
+
+    def share_projection(self) -> None:
+        """Take the target's output projection as it is now."""
+        self.lm_head = self.ops.for_drafts(self._target[0].lm_head)
 
     @property
     def _layer(self) -> AttentionLayer:

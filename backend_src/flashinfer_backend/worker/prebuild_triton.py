@@ -203,6 +203,8 @@ def _call_model(config: EngineConfig, model: Transformer, drafter: ModelSpec | N
     if drafter is None:
         return
     head = Head(drafter, model, 1) if isinstance(drafter, Eagle3Spec) else MtpHead(model)
+    if isinstance(head, MtpHead):
+        head.share_projection()
     cache = _empty_cache(config, model)
     for _ in _kinds_of_input_scales(head):
         for tokens in counts:
