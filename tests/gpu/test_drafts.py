@@ -88,8 +88,11 @@ class Rows:
 @pytest.mark.parametrize("in_e4m3", [False, True])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "window"),
-    [(8, 8, None), (32, 8, None), (32, 4, None), (14, 2, None), (32, 8, 200), (8, 8, 3)],
-)
+    [
+        (8, 8, None), (32, 8, None), (32, 4, None), (14, 2, None), (32, 2, None), (32, 8, 200), (8, 8, 3),
+        (32, 2, 200),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("feeds", [2, 4, 6])
 def test_several_queries_a_row(
     feeds: int, heads: int, kv_heads: int, window: int | None, in_e4m3: bool

@@ -112,6 +112,7 @@ def check_drafts(
     in_e4m3: bool,
     ahead: int = 0,
     window: int | None = None,
+    count_of_rows: int = 6,
 ) -> None:
     """Rows of several query tokens, of which the host planned more keys than there are: up to two steps'
     drafts more, and so parts of rows that hold none of their keys. Blocks behind a window are NaN."""
@@ -120,9 +121,9 @@ def check_drafts(
     torch.manual_seed(1)
     dim = 32
     # Parts begin at multiples of 64: two of these end before the last part that is planned.
-    lens = np.array([queries, 62, 260, 190, 133, 64 + queries], np.int32)
+    lens = np.array([queries, 62, 260, 190, 133, 64 + queries], np.int32)[:count_of_rows]
     fed = np.array([1 + i % queries for i in range(len(lens))], np.int32)
-    planned = lens + np.array([2 * queries - 2, queries + 2, 0, 5, 1, 3], np.int32)
+    planned = lens + np.array([2 * queries - 2, queries + 2, 0, 5, 1, 3], np.int32)[:count_of_rows]
     rows, slots = len(lens), np.arange(len(lens), dtype=np.int32)[::-1].copy()
     blocks = -(-planned // BLOCK_SIZE)
     table, on_device = table_of(slots, blocks), torch.zeros(rows + 1, dtype=torch.int32)
@@ -294,9 +295,13 @@ if __name__ == "__main__":
         (4, 4, True, False),
         (8, 5, False, True),
         (4, 2, True, True),
+        (64, 3, True, False),  # a program has one of the tokens
+        (8, 3, False, False),  # two
     ]:
         check_drafts(2 * group, 2, queries, ragged, in_e4m3)
     check_drafts(8, 2, 1, False, False, ahead=3)
+    check_drafts(128, 1, 2, True, False, window=130)
+    check_drafts(8, 2, 3, True, False, count_of_rows=4)  # a program has one
     for queries, ragged, window in [(1, False, 100), (4, True, 3), (4, False, 130), (3, True, 130)]:
         check_drafts(8, 2, queries, ragged, window == 3, window=window)
     for shape in SHAPES:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode attention in Triton: a few query tokens per row over the paged cache, long rows split in chunks.
 
-Of a row with drafts, the query heads of all its tokens that share a key/value head are rows of one product.
-Its length is known on the device alone (`Lengths`): the host plans for an upper bound, and with a window from
-a lower one on. A chunk outside of what is there adds nothing, nor does one whose keys a query does not see:
-its peak is -inf and its sum 0.
+Of a row with drafts, the query heads of its tokens that share a key/value head are rows of one product, or of
+some programs' (`tokens_together`). Its length is known on the device alone (`Lengths`): the host plans for an
+upper bound, and with a window from a lower one on. A chunk outside of what is there adds nothing, nor does
+one whose keys a query does not see: its peak is -inf and its sum 0.
 
 A cache of e4m3 has a scale for keys, which is a part of the scale of the scores, and one for values, by which
 the result is multiplied. Its elements become float16, which is exact and takes a quarter of the instructions
@@ -31,22 +31,26 @@ from flashinfer_backend.attention.split import Lengths, choose_config
 from flashinfer_backend.ops.fp8 import E4M3
 
 _SMALLER = 256
+_QUERIES = 16  # query rows of a program at most: with 32, registers run out
+FEW_ROWS = 4  # up to which SMs are idle: a program has the heads of one token
+_TUNED = 16 * 128  # numbers of the results for which forms are tuned: more have more warps
 
 
 @triton.jit
 def _merge(
-    out, part_out, part_max, part_sum, sinks, first, count, head, fed,
+    out, part_out, part_max, part_sum, sinks, first, count, head, before, fed,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     v_scale,
-    FEEDS: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, MERGE: tl.constexpr,
+    FEEDS: tl.constexpr, EACH: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, MERGE: tl.constexpr,
     shared_first, shared, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Add up `count` parts from `first` on and write the heads that share `head`, of `fed` tokens from `out`
-    on. With SHARED, before them `shared` parts from shared_first on."""
+    on, which are behind the first `before` of a row. With SHARED, before them `shared` parts from
+    shared_first on."""
     GROUP_SIZE: tl.constexpr = HEADS // KV_HEADS
     query = tl.arange(0, QUERIES)
     dims = tl.arange(0, DIM)
-    inside = (query < FEEDS * GROUP_SIZE)[None, :]
+    inside = ((query < EACH * GROUP_SIZE) & (before * GROUP_SIZE + query < FEEDS * GROUP_SIZE))[None, :]
     peak = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     acc = tl.zeros([QUERIES, DIM], tl.float32)
@@ -59,7 +63,8 @@ def _merge(
         place = first + part
         if SHARED:
             place = tl.where(part < shared, shared_first + part, place - shared)
-        cell = (place * KV_HEADS + head).to(tl.int64)[:, None] * (FEEDS * GROUP_SIZE) + query[None, :]
+        cell = (place * KV_HEADS + head).to(tl.int64)[:, None] * (FEEDS * GROUP_SIZE)
+        cell += before * GROUP_SIZE + query[None, :]
         # All loads bypass L1 (.cg): other programs wrote these cells during this kernel.
         peaks = tl.load(part_max + cell, mask=valid, other=float("-inf"), cache_modifier=".cg")
         totals = tl.load(part_sum + cell, mask=valid, other=0.0, cache_modifier=".cg")
@@ -77,7 +82,7 @@ def _merge(
         peak = new_peak
     cells = query // GROUP_SIZE * HEADS + head * GROUP_SIZE + query % GROUP_SIZE
     if sinks is not None:
-        own = query < FEEDS * GROUP_SIZE
+        own = query < EACH * GROUP_SIZE
         total += _sink(sinks + head * GROUP_SIZE + query % GROUP_SIZE, own, peak)
     result = acc / total[:, None]
     if v_scale is not None:
@@ -85,7 +90,7 @@ def _merge(
     tl.store(
         out + cells[:, None] * DIM + dims[None, :],
         result.to(out.dtype.element_ty),
-        mask=(query < fed * GROUP_SIZE)[:, None],
+        mask=(query < min(fed, EACH) * GROUP_SIZE)[:, None],
     )
 
 
@@ -126,15 +131,17 @@ def _halves(pairs, NATIVE: tl.constexpr):
 def _decode(
     q, k_cache, v_cache, out, items, table, part_out, part_max, part_sum, counters, sinks, table_stride,
     scale_log2, cap_log2, v_scale, lengths, ahead,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, FEEDS: tl.constexpr, RAGGED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, FEEDS: tl.constexpr, EACH: tl.constexpr,
+    RAGGED: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
     PREFETCH: tl.constexpr, QUERIES: tl.constexpr, MERGE: tl.constexpr, SMALLER: tl.constexpr,
     NATIVE: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     # Items and table were complete before the previous kernel started (what writes them lets nothing start
     # before it has ended); q, and the newest token's key and value, are that kernel's.
-    item = tl.program_id(0) // KV_HEADS
-    head = tl.program_id(0) % KV_HEADS
+    # Programs of the same keys follow each other.
+    TURNS: tl.constexpr = (FEEDS + EACH - 1) // EACH
+    item = tl.program_id(0) // (KV_HEADS * TURNS)
+    head, turn = tl.program_id(0) // TURNS % KV_HEADS, tl.program_id(0) % TURNS
     row = tl.load(items + item * 8)
     gdc_launch_dependents()
     if row < 0:
@@ -144,10 +151,13 @@ def _decode(
     first = tl.load(items + item * 8 + 3)
     count = tl.load(items + item * 8 + 4)
     slot = tl.load(items + item * 8 + 5)
-    place, fed = row, 1
+    place, fed, before = row, 1, turn * EACH  # of the row's tokens this program has those behind `before`
     if FEEDS > 1:
         fed = tl.load(items + item * 8 + 6)
-        place = tl.load(items + item * 8 + 7) if RAGGED else row * FEEDS
+        place = before + (tl.load(items + item * 8 + 7) if RAGGED else row * FEEDS)
+    if RAGGED and TURNS > 1:  # noqa: SIM102  (one condition would be computed in all variants)
+        if before >= fed:
+            return
     shared, shared_first = 0, 0
     if SHARED:
         shared = tl.load(items + item * 8 + 6)
@@ -192,13 +202,12 @@ def _decode(
     if FEEDS == 1:
         q_offset = (place.to(tl.int64) * HEADS + head * GROUP_SIZE + group)[:, None] * DIM + dims[None, :]
         inside = (group < GROUP_SIZE)[:, None]
-    else:  # the heads of the row's first token, then those of the next one
-        own = group // GROUP_SIZE * HEADS + head * GROUP_SIZE + group % GROUP_SIZE
-        q_offset = (place.to(tl.int64) * HEADS + own)[:, None] * DIM + dims[None, :]
-        inside = (group < FEEDS * GROUP_SIZE)[:, None]
-        if RAGGED:
-            inside = (group < fed * GROUP_SIZE)[:, None]
-        sees = tl.minimum(tl.maximum(length - fed + 1 + group // GROUP_SIZE, 1), length)
+    else:  # the heads of the first token, then those of the next one
+        heads_of = group // GROUP_SIZE * HEADS + head * GROUP_SIZE + group % GROUP_SIZE
+        q_offset = (place.to(tl.int64) * HEADS + heads_of)[:, None] * DIM + dims[None, :]
+        here = tl.minimum((fed if RAGGED else FEEDS) - before, EACH)
+        inside = (group < here * GROUP_SIZE)[:, None]
+        sees = tl.minimum(tl.maximum(length - fed + 1 + before + group // GROUP_SIZE, 1), length)
     query = tl.load(q + q_offset, mask=inside, other=0.0)
     if BYTES == 1:
         query = (query.to(tl.float32) / SMALLER).to(tl.float16)
@@ -263,26 +272,29 @@ def _decode(
     if count == 1:
         if sinks is not None:
             own_sinks = sinks + head * GROUP_SIZE + group % GROUP_SIZE
-            total += _sink(own_sinks, group < FEEDS * GROUP_SIZE, peak)
+            total += _sink(own_sinks, group < EACH * GROUP_SIZE, peak)
         result = acc / total[:, None]
         if v_scale is not None:
             result *= v_scale
         tl.store(out + q_offset, result.to(out.dtype.element_ty), mask=inside)
     else:
         mine = (item * KV_HEADS + head).to(tl.int64)
-        cell = group[:, None] * DIM + dims[None, :]
         ALL: tl.constexpr = FEEDS * GROUP_SIZE
-        tl.store(part_out + mine * (ALL * DIM) + cell, acc, mask=(group < ALL)[:, None])
-        tl.store(part_max + mine * ALL + group, peak, mask=group < ALL)
-        tl.store(part_sum + mine * ALL + group, total, mask=group < ALL)
+        query_cell = before * GROUP_SIZE + group
+        real = (group < EACH * GROUP_SIZE) & (query_cell < ALL)
+        cell = query_cell[:, None] * DIM + dims[None, :]
+        tl.store(part_out + mine * (ALL * DIM) + cell, acc, mask=real[:, None])
+        tl.store(part_max + mine * ALL + query_cell, peak, mask=real)
+        tl.store(part_sum + mine * ALL + query_cell, total, mask=real)
         tl.debug_barrier()
-        seen = tl.atomic_add(counters + row * KV_HEADS + head, 1, sem="acq_rel")
+        counter = counters + (row * KV_HEADS + head) * TURNS + turn
+        seen = tl.atomic_add(counter, 1, sem="acq_rel")
         if seen == count - 1:
-            tl.store(counters + row * KV_HEADS + head, 0)
+            tl.store(counter, 0)
             _merge(
                 out + place.to(tl.int64) * (HEADS * DIM), part_out, part_max, part_sum, sinks, first, count,
-                head, fed if RAGGED else FEEDS, HEADS, KV_HEADS, v_scale, FEEDS, QUERIES, DIM, MERGE,
-                shared_first, shared, SHARED,
+                head, before, (fed if RAGGED else FEEDS) - before, HEADS, KV_HEADS, v_scale, FEEDS, EACH,
+                QUERIES, DIM, MERGE, shared_first, shared, SHARED,
             )  # fmt: skip
 
 
@@ -297,8 +309,15 @@ class DecodeWorkspace:
         self.out = torch.empty(cells * dim, dtype=torch.float32, device=device)
         self.peak = torch.empty(cells, dtype=torch.float32, device=device)
         self.total = torch.empty(cells, dtype=torch.float32, device=device)
-        # The kernel leaves the counters at zero.
-        self.counters = torch.zeros(rows * num_kv_heads, dtype=torch.int32, device=device)
+        # The kernel leaves the counters at zero. Each of a row's tokens may have its own.
+        self.counters = torch.zeros(max(rows, parts) * num_kv_heads, dtype=torch.int32, device=device)
+
+
+def tokens_together(feeds: int, group_size: int, rows: int) -> int:
+    """Of `feeds` query tokens of a row, how many one program has. Each further program reads the same keys and
+    values again, mostly from L2."""
+    most = 1 if rows <= FEW_ROWS else max(1, _QUERIES // triton.next_power_of_2(group_size))
+    return min(feeds, most)
 
 
 def decode(
@@ -334,16 +353,19 @@ def decode(
     scale = sm_scale * k_scale
     tokens, heads, dim = q.shape
     kv_heads = k_cache.shape[2]
-    config = choose_config(tokens if rows is None else rows, in_e4m3)
+    rows = tokens if rows is None else rows
+    config = choose_config(rows, in_e4m3)
     feeds = 1 if lengths is None else lengths.queries
     group_size = heads // kv_heads
-    group = max(16, triton.next_power_of_2(feeds * group_size))
-    queries = triton.next_power_of_2(feeds * group_size)
+    each = tokens_together(feeds, group_size, rows)
+    queries = triton.next_power_of_2(each * group_size)
+    group = max(16, queries)
+    warps = min(8, config.warps * max(1, group * dim // _TUNED))
     # Parts are added up in turns: of several tokens a row as many as make 128 numbers a thread, for which
     # there are registers.
     wider = queries // triton.next_power_of_2(group_size)
-    merge = max(1, config.merge // wider, min(config.merge, 4096 * config.warps // (queries * dim)))
-    _decode[(items.shape[0] * kv_heads,)](
+    merge = max(1, config.merge // wider, min(config.merge, 4096 * warps // (queries * dim)))
+    _decode[(items.shape[0] * kv_heads * triton.cdiv(feeds, each),)](
         q,
         k_cache,
         v_cache,
@@ -365,6 +387,7 @@ def decode(
         KV_HEADS=kv_heads,
         DIM=dim,
         FEEDS=feeds,
+        EACH=each,
         RAGGED=lengths is not None and lengths.ragged,
         BLOCK_SIZE=k_cache.shape[1],
         GROUP=group,
@@ -377,7 +400,7 @@ def decode(
         NATIVE=native,
         WINDOW=0 if lengths is None or window is None else window,
         SHARED=shared,
-        num_warps=config.warps,
+        num_warps=warps,
         # What was measured is for 16 query rows a product.
         maxnreg=config.registers if group == 16 else None,
         launch_pdl=True,

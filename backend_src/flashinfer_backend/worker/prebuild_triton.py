@@ -310,7 +310,10 @@ def _call_others(config: EngineConfig, model: Transformer, drafter: ModelSpec | 
         kinds = {(m.soft_cap, m.sinks, window) for m, window in zip(mixers, windows, strict=True)}
         kinds |= {(None, False, None)} if drafter is not None else set()
         before, plain = 0, kinds == {(None, False, None)}
-        for rows in sorted({min(limit or most, most) for limit, _ in split.config_steps(fp8_cache)}):
+        limits = {min(limit or most, most) for limit, _ in split.config_steps(fp8_cache)}
+        if drafts:
+            limits.add(min(triton_decode.FEW_ROWS, most))
+        for rows in sorted(limits):
             items = split.max_items(rows, kv_heads, fp8_cache)
             workspace = triton_decode.DecodeWorkspace(rows, items, heads, kv_heads, dim, table.device)
             given = _words(items, split.ITEM_WORDS), table, workspace, dim**-0.5
