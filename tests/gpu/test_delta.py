@@ -37,6 +37,8 @@ LARGE = [
     Case(QWEN, [2] * 150, 0),  # more rows than the smaller kernels look through
     Case(QWEN, [4, 1, 3, 200, 7], 3, 3),
     Case(QWEN, [3] * 40, 40, 4),
+    Case(QWEN, [8, 1, 5, 8, 100], 4, 7),
+    Case(QWEN, [10, 2, 9], 3, 9),  # more drafts than the kernel for Hopper takes
     Case(Sizes(16, 48, 128), [1, 200], 1),  # 27B
     Case(Sizes(16, 48, 128), [2, 3], 2, 2),
     Case(Sizes(8, 16, 128), [1, 1, 300], 2),  # a rank of two

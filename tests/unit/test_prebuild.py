@@ -86,10 +86,10 @@ def test_windows_and_soft_caps_have_modules_of_their_own():
     assert {kind for kind in varied if kind.startswith("fa")} == {"fa2", "fa2_alibi"}
 
 
-def test_the_kernel_of_delta_nets_is_for_hopper_without_drafts():
+def test_the_kernels_of_delta_nets_are_for_hopper():
     nets = bundled(architectures=["Qwen3_5ForCausalLM"], model_type="qwen3_5_text")
     drafting = {"speculative_method": "ngram", "max_draft_len": 3}
-    assert kinds(model=nets) - kinds(model=nets, **drafting) == {"delta_rows"}
+    assert "delta_rows" in kinds(model=nets) & kinds(model=nets, **drafting)
     assert "delta_rows" not in kinds() | kinds((10, 0), model=nets)
 
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launches delta_rows_kernel.cuh, for Python.
+// Launches delta_rows_kernel.cuh and drafted_rows_kernel.cuh, for Python.
 
-#include "delta_rows_kernel.cuh"
+#include "drafted_rows_kernel.cuh"
 #include "hopper_launch.cuh"
 
 namespace {
@@ -47,7 +47,43 @@ void launch(TensorView out, TensorView qkv, TensorView z, TensorView a, TensorVi
   launch.start(items < blocks ? items : blocks, p);
 }
 
+template <typename T, int kMost> void start_drafted(drafted::Params<T> const& p, int64_t blocks, cudaStream_t stream) {
+  auto kernel = drafted::drafted_rows_kernel<T, kMost>;
+  constexpr int kShared = sizeof(drafted::Shared<kMost>);
+  static cudaError_t const attribute = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+  check(attribute);
+  Launch<drafted::Params<T>>(kernel, drafted::kThreads, kShared, 1, stream).start(blocks, p);
+}
+
+// The same of rows of up to `most` tokens, and as many that are held[rows]; most: up to 8. Inputs have what a step reads
+// and what it writes, without pending tokens.
+template <typename T>
+void launch_drafted(TensorView out, TensorView qkv, TensorView z, TensorView a, TensorView b, TensorView conv, TensorView a_log,
+            TensorView dt_bias, TensorView norm, double eps, TensorView recurrent, TensorView inputs, TensorView slots,
+            TensorView starts, TensorView first, TensorView held, int64_t rows, int64_t most) {
+  ffi::CUDADeviceGuard guard(out.device().device_id);
+  drafted::Params<T> p;
+  p.qkv = data<T>(qkv), p.z = data<T>(z), p.a = data<T>(a), p.b = data<T>(b), p.conv = data<T>(conv);
+  p.norm = data<T>(norm), p.a_log = data<float>(a_log), p.dt_bias = data<float>(dt_bias);
+  p.recurrent = data<float>(recurrent), p.inputs = data<T>(inputs), p.out = data<T>(out);
+  p.slots = data<int>(slots), p.starts = data<int>(starts), p.first = data<int>(first), p.held = data<int>(held);
+  p.heads = recurrent.size(1), p.share = p.heads / ((qkv.size(1) / kDim - p.heads) / 2), p.length = inputs.size(1);
+  p.eps = eps;
+  p.qkv_stride = qkv.stride(0), p.z_stride = z.stride(0), p.a_stride = a.stride(0), p.b_stride = b.stride(0);
+  TVM_FFI_ICHECK(recurrent.size(2) == kDim && recurrent.size(3) == kDim && conv.size(1) == kTaps &&
+                 p.length >= kTaps + 2 * most - 1 && inputs.size(2) == qkv.size(1) + 2 * p.heads)
+      << "heads of " << recurrent.size(2) << " and " << recurrent.size(3) << ", inputs of " << p.length
+      << " tokens, a convolution of " << conv.size(1) << " inputs: should be 128, 128, " << kTaps + 2 * most - 1
+      << " and 4";
+  TVM_FFI_ICHECK(qkv.stride(1) == 1 && z.stride(1) == 1 && a.stride(1) == 1 && b.stride(1) == 1)
+      << "qkv, z, a and b should lie densely within a row";
+  auto start = most <= 4 ? start_drafted<T, 8> : start_drafted<T, 16>;
+  start(p, rows * p.heads, get_stream(out.device()));
+}
+
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(delta_rows_bf16, launch<nv_bfloat16>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(delta_rows_f16, launch<half>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(drafted_rows_bf16, launch_drafted<nv_bfloat16>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(drafted_rows_f16, launch_drafted<half>);
