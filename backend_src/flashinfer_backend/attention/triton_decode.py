@@ -132,7 +132,8 @@ def _decode(
     q, k_cache, v_cache, out, items, table, part_out, part_max, part_sum, counters, sinks, table_stride,
     scale_log2, cap_log2, v_scale, lengths, ahead,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, FEEDS: tl.constexpr, EACH: tl.constexpr,
-    RAGGED: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    RAGGED: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+    STAGES: tl.constexpr,
     PREFETCH: tl.constexpr, QUERIES: tl.constexpr, MERGE: tl.constexpr, SMALLER: tl.constexpr,
     NATIVE: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
@@ -314,8 +315,8 @@ class DecodeWorkspace:
 
 
 def tokens_together(feeds: int, group_size: int, rows: int) -> int:
-    """Of `feeds` query tokens of a row, how many one program has. Each further program reads the same keys and
-    values again, mostly from L2."""
+    """Of `feeds` query tokens of a row, how many one program has. Each further program reads the same keys
+    and values again, mostly from L2."""
     most = 1 if rows <= FEW_ROWS else max(1, _QUERIES // triton.next_power_of_2(group_size))
     return min(feeds, most)
 

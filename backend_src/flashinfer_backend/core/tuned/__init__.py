@@ -182,8 +182,8 @@ class ExpertTile(_Data, frozen=True, omit_defaults=True):
         self._check_powers(tokens=16)
         if self.teams and (self.tokens, self.teams) not in ((16, 1), (16, 2), (64, 1), (128, 1)):
             raise ValueError(
-                "teams should be 0, 1 or 2 for a tile of 16 tokens, 0 or 1 for one of 64 or 128, 0 for others,"
-                f" not {self.teams} for {self.tokens}"
+                "teams should be 0, 1 or 2 for a tile of 16 tokens, 0 or 1 for one of 64 or 128, 0 for"
+                f" others, not {self.teams} for {self.tokens}"
             )
 
 

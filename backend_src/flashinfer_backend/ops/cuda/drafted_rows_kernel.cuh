@@ -14,8 +14,8 @@
 namespace {
 namespace drafted {
 
-constexpr int kThreads = 3 * 128;  // a query's, a key's and a value's channel each; the first two have the state
-constexpr int kKeys = kDim / 8;    // of a warp
+constexpr int kThreads = 4 * 128;  // a query's, a key's and a value's channel each, and a result; all have of the state
+constexpr int kWarps = kThreads / 32, kKeys = kDim / kWarps;  // keys of a warp
 
 template <typename T> struct Params {
   T const *qkv, *z, *a, *b, *conv, *norm;
@@ -28,19 +28,18 @@ template <typename T> struct Params {
   float eps;
 };
 
-// Of up to kMost tokens, half of them held.
+// Of up to kMost tokens, half of them held. With 8 two blocks share an SM.
 template <int kMost> struct Shared {
   static constexpr int kOwn = kMost / 2;
-  float q[kOwn][kDim], k[kMost][kDim], v[kMost][kDim];  // as the convolution leaves them
-  float answers[8][kMost + kOwn][kDim];                 // of warps, their keys': what the state answers to k and q
-  float written[kMost][kDim];
-  float system[kMost][kMost], scores[kOwn][kMost];  // factors of w[s] in w[t] and in answers
-  float lengths[2][kMost][4], squares[kOwn][4];     // of warps
+  float q[kOwn][kDim], k[kMost][kDim], v[kMost][kDim];  // as the convolution leaves them; of v, then w
+  float answers[kWarps][kMost + kOwn][kDim];            // of warps, their keys': what the state answers to k and q
+  float system[kMost][kMost], scores[kOwn][kMost];      // factors of w[s] in w[t] and in answers
+  float lengths[2][kMost][4], squares[kOwn][4];         // of warps
   float total[kMost], beta[kMost], of_k[kMost], of_q[kOwn];
 };
 
 template <typename T, int kMost>
-__global__ void __launch_bounds__(kThreads, 1) drafted_rows_kernel(__grid_constant__ Params<T> const p) {
+__global__ void __launch_bounds__(kThreads, kMost == 8 ? 2 : 1) drafted_rows_kernel(__grid_constant__ Params<T> const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using S = Shared<kMost>;
   constexpr int kOwn = S::kOwn;
@@ -55,7 +54,7 @@ __global__ void __launch_bounds__(kThreads, 1) drafted_rows_kernel(__grid_consta
   if (own == 0) return;  // padding
   int key_channels = p.heads / p.share * kDim, channels = 2 * key_channels + p.heads * kDim;
   int kept = channels + 2 * p.heads;
-  int channel = part == 2 ? 2 * key_channels + head * kDim + c : part * key_channels + head / p.share * kDim + c;
+  int channel = part >= 2 ? 2 * key_channels + head * kDim + c : part * key_channels + head / p.share * kDim + c;
   T* inputs = p.inputs + int64_t(slot) * p.length * kept;
   float* cells = p.recurrent + (int64_t(slot) * p.heads + head) * (kDim * kDim) + warp * kKeys * kDim + 4 * lane;
 
@@ -68,22 +67,22 @@ __global__ void __launch_bounds__(kThreads, 1) drafted_rows_kernel(__grid_consta
     int t = i - (kTaps - 1);
     T const* from = t < held ? inputs + (line + i < p.length ? line + i : line + i - p.length) * kept + channel
                              : source + t * p.qkv_stride;
-    given[i] = t < count && begin + t >= 0 ? *from : rounded<T>(0.0f);
+    given[i] = part < 3 && t < count && begin + t >= 0 ? *from : rounded<T>(0.0f);
   }
   uint2 taps = *reinterpret_cast<uint2 const*>(p.conv + channel * kTaps);
   float4 state[kKeys] = {};
-  if (part < 2 && held < place) {
+  if (held < place) {
 #pragma unroll
     for (int i = 0; i < kKeys; ++i) state[i] = __ldcs(reinterpret_cast<float4 const*>(cells + i * kDim));
   }
   float gates[kOwn] = {}, norm = 0.0f;
-  if (part == 2) {
+  if (part == 3) {
     norm = wide(p.norm[c]);
 #pragma unroll
     for (int t = 0; t < kOwn; ++t)
       if (t < own) gates[t] = wide(p.z[(start + t) * p.z_stride + head * kDim + c]);
   }
-  if (warp == 0) {  // a lane has a token
+  if (warp == kWarps - 1) {  // a lane has a token
     float decay = 0.0f, beta = 0.0f;
     if (lane < count) {
       int position = place - held + lane;
@@ -109,7 +108,7 @@ __global__ void __launch_bounds__(kThreads, 1) drafted_rows_kernel(__grid_consta
   T const* weights = reinterpret_cast<T const*>(&taps);
 #pragma unroll
   for (int t = 0; t < kMost; ++t) {
-    if (t >= count || (part == 0 && t < held)) continue;
+    if (part == 3 || t >= count || (part == 0 && t < held)) continue;
     float sum = 0.0f;
 #pragma unroll
     for (int tap = 0; tap < kTaps; ++tap) sum += wide(given[t + tap]) * wide(weights[tap]);
@@ -128,86 +127,96 @@ __global__ void __launch_bounds__(kThreads, 1) drafted_rows_kernel(__grid_consta
   }
   __syncthreads();
 
-  if (part < 2) {
-    // A warp has 16 keys of the state, a thread 4 of its values.
-    float const *k = shared.k[0] + warp * kKeys, *q = shared.q[0] + warp * kKeys;
-    auto ask = [&](float const* of, int to) {
-      float4 sum = {};
+  // A warp has 8 keys of the state, a thread 4 of its values.
+  auto ask = [&](float const* of, int to) {
+    float4 sum = {};
 #pragma unroll
-      for (int i = 0; i < kKeys; i += 4) {
-        float4 four = *reinterpret_cast<float4 const*>(of + i);
-        add(sum, four.x, state[i]), add(sum, four.y, state[i + 1]);
-        add(sum, four.z, state[i + 2]), add(sum, four.w, state[i + 3]);
-      }
-      *reinterpret_cast<float4*>(&shared.answers[warp][to][4 * lane]) = sum;
-    };
+    for (int i = 0; i < kKeys; i += 4) {
+      float4 four = *reinterpret_cast<float4 const*>(of + warp * kKeys + i);
+      add(sum, four.x, state[i]), add(sum, four.y, state[i + 1]);
+      add(sum, four.z, state[i + 2]), add(sum, four.w, state[i + 3]);
+    }
+    *reinterpret_cast<float4*>(&shared.answers[warp][to][4 * lane]) = sum;
+  };
 #pragma unroll 2
-    for (int t = 0; t < count; ++t) ask(k + t * kDim, t);
+  for (int t = 0; t < count; ++t) ask(shared.k[t], t);
 #pragma unroll 2
-    for (int t = 0; t < own; ++t) ask(q + t * kDim, kMost + t);
-  } else {
-    auto scale = [&](float const* of) { return rsqrtf((of[0] + of[1]) + (of[2] + of[3]) + kLengthEps); };
-    if (c < count) shared.of_k[c] = scale(shared.lengths[1][c]);
-    if (c < own) shared.of_q[c] = scale(shared.lengths[0][c]) * rsqrtf(float(kDim));
-    group_barrier(part);
-    // Products of tokens: rows of keys, then of queries; a warp has every fourth.
-    for (int line = warp % 4; line < count + own; line += 4) {
-      bool asks = line >= count;
-      int t = asks ? held + line - count : line, columns = asks ? t + 1 : t;
-      float4 left = reinterpret_cast<float4 const*>(asks ? shared.q[t - held] : shared.k[t])[lane];
-      float factor = asks ? shared.of_q[t - held] : shared.of_k[t] * shared.beta[t], total = shared.total[t];
+  for (int t = 0; t < own; ++t) ask(shared.q[t], kMost + t);
+
+  // Products of tokens, a row of keys or queries at a time; a lane keeps that of its token.
+  auto scale = [&](float const* of) { return rsqrtf((of[0] + of[1]) + (of[2] + of[3]) + kLengthEps); };
+  for (int of = warp; of < count + own; of += kWarps) {
+    bool asks = of >= count;
+    int t = asks ? held + of - count : of, columns = asks ? t + 1 : t;
+    float4 left = reinterpret_cast<float4 const*>(asks ? shared.q[t - held] : shared.k[t])[lane];
+    float product = 0.0f;
 #pragma unroll 4
-      for (int s = 0; s < columns; ++s) {
-        float product = warp_sum(dot(left, reinterpret_cast<float4 const*>(shared.k[s])[lane]));
-        product *= factor * shared.of_k[s] * __expf(total - shared.total[s]);
-        if (lane == 0) (asks ? shared.scores[t - held] : shared.system[t])[s] = product;
-      }
+    for (int s = 0; s < columns; ++s) {
+      float sum = warp_sum(dot(left, reinterpret_cast<float4 const*>(shared.k[s])[lane]));
+      if (lane == s) product = sum;
+    }
+    float factor = asks ? scale(shared.lengths[0][t - held]) * rsqrtf(float(kDim)) : scale(shared.lengths[1][t]);
+    if (lane == 0) (asks ? shared.of_q[t - held] : shared.of_k[t]) = factor;
+    if (lane < columns) {
+      product *= factor * scale(shared.lengths[1][lane]) * __expf(shared.total[t] - shared.total[lane]);
+      if (asks) shared.scores[t - held][lane] = product;
+      else shared.system[t][lane] = product * shared.beta[t];
     }
   }
   __syncthreads();
 
-  auto answer = [&](int of) {
+  for (int of = part; of < count + own; of += kThreads / 128) {
+    bool asks = of >= count;
+    int t = asks ? of - count : of, to = asks ? kMost + t : t;
     float sum = 0.0f;
 #pragma unroll
-    for (int other = 0; other < 8; ++other) sum += shared.answers[other][of][c];
-    return sum;
-  };
-  float asked[kOwn] = {};
+    for (int other = 0; other < kWarps; ++other) sum += shared.answers[other][to][c];
+    sum *= asks ? shared.of_q[t] * __expf(shared.total[held + t]) : shared.of_k[t] * __expf(shared.total[t]);
+    shared.answers[0][to][c] = asks ? sum : shared.beta[t] * (shared.v[t][c] - sum);
+  }
+  __syncthreads();
+
   if (part == 0) {
     float written[kMost];
 #pragma unroll
-    for (int t = 0; t < kMost; ++t) {
-      written[t] = 0.0f;
-      if (t >= count) continue;
-      written[t] = shared.beta[t] * (shared.v[t][c] - answer(t) * shared.of_k[t] * __expf(shared.total[t]));
-    }
+    for (int t = 0; t < kMost; ++t) written[t] = t < count ? shared.answers[0][t][c] : 0.0f;
 #pragma unroll
     for (int t = 0; t < kMost; ++t) {
       if (t >= count) continue;
 #pragma unroll
       for (int s = 0; s < t; ++s) written[t] -= shared.system[t][s] * written[s];
-      shared.written[t][c] = written[t];
+      shared.v[t][c] = written[t];
     }
-  } else if (part == 2) {
-#pragma unroll
-    for (int t = 0; t < kOwn; ++t)
-      if (t < own) asked[t] = answer(kMost + t) * shared.of_q[t] * __expf(shared.total[held + t]);
   }
   __syncthreads();
 
-  if (part == 2) {
+  if (held > 0 || place == 0) {  // the state behind the held tokens
+    float total = held > 0 ? shared.total[held - 1] : 0.0f, left = __expf(total);
+#pragma unroll
+    for (int i = 0; i < kKeys; ++i) state[i].x *= left, state[i].y *= left, state[i].z *= left, state[i].w *= left;
+    for (int s = 0; s < held; ++s) {
+      float4 written = *reinterpret_cast<float4 const*>(&shared.v[s][4 * lane]);
+      float factor = shared.of_k[s] * __expf(total - shared.total[s]);
+#pragma unroll
+      for (int i = 0; i < kKeys; ++i) add(state[i], shared.k[s][warp * kKeys + i] * factor, written);
+    }
+#pragma unroll
+    for (int i = 0; i < kKeys; ++i) __stcs(reinterpret_cast<float4*>(cells + i * kDim), state[i]);
+  }
+  if (part == 3) {
     float values[kOwn];
 #pragma unroll
+    for (int t = 0; t < kOwn; ++t) values[t] = t < own ? shared.answers[0][kMost + t][c] : 0.0f;
+#pragma unroll
     for (int s = 0; s < kMost; ++s) {
-      float written = s < count ? shared.written[s][c] : 0.0f;
+      float written = s < count ? shared.v[s][c] : 0.0f;
 #pragma unroll
       for (int t = 0; t < kOwn; ++t)
-        if (t < own && s <= held + t) asked[t] += shared.scores[t][s] * written;
+        if (t < own && s <= held + t) values[t] += shared.scores[t][s] * written;
     }
 #pragma unroll
     for (int t = 0; t < kOwn; ++t) {
-      if (t >= own) continue;
-      values[t] = wide(rounded<T>(asked[t]));
+      values[t] = wide(rounded<T>(values[t]));
       float square = warp_sum(values[t] * values[t]);
       if (lane == 0) shared.squares[t][warp % 4] = square;
     }
@@ -220,19 +229,6 @@ __global__ void __launch_bounds__(kThreads, 1) drafted_rows_kernel(__grid_consta
       float scaled = wide(rounded<T>(normed * norm));
       p.out[(int64_t(start + t) * p.heads + head) * kDim + c] = rounded<T>(scaled * swish(gates[t]));
     }
-  } else if (held > 0 || place == 0) {  // the state behind the held tokens
-    float total = held > 0 ? shared.total[held - 1] : 0.0f, left = __expf(total);
-#pragma unroll
-    for (int i = 0; i < kKeys; ++i) state[i].x *= left, state[i].y *= left, state[i].z *= left, state[i].w *= left;
-    for (int s = 0; s < held; ++s) {
-      float4 own = *reinterpret_cast<float4 const*>(&shared.written[s][4 * lane]);
-      float factor = shared.of_k[s] * __expf(total - shared.total[s]);
-      float const* k = shared.k[s] + warp * kKeys;
-#pragma unroll
-      for (int i = 0; i < kKeys; ++i) add(state[i], k[i] * factor, own);
-    }
-#pragma unroll
-    for (int i = 0; i < kKeys; ++i) __stcs(reinterpret_cast<float4*>(cells + i * kDim), state[i]);
   }
 #endif
 }
