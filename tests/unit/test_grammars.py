@@ -376,6 +376,19 @@ def test_a_matcher_ends_with_words_where_following_takes_too_much(compiler, kind
     assert is_of_the_guide(str(problem))
 
 
+def test_sequences_that_share_the_host_have_fewer_states_each():
+    """Of 4096 slots one in ten of what one slot has, so a text ends there that goes on here."""
+    text = "".join(random.Random(0).choices("ab", k=4000))
+    tokens = TextTokenizer(resolve_model_dir("bundled")).backend.encode(text, add_special_tokens=False).ids
+
+    def problem(slots: int) -> str | None:
+        grammar = GrammarCompiler("bundled", 2048, slots).compile("regex", "(a|b)*a(a|b){14}c", 1)
+        return next((found for token in tokens if (found := advance(grammar, [token])) is not None), None)
+
+    assert problem(256) is None
+    assert re.search("after [0-9]+ tokens: .*too many states: 5000.*with fewer", str(problem(4096)))
+
+
 @pytest.mark.parametrize("back", ["", ' | "(" root ")"'])
 def test_the_longest_chain_of_rules_is_taken_or_refused(back):
     chain = [f'r{i} ::= r{i + 1} | "ab"{back if i == 7 else ""}' for i in range(498)]

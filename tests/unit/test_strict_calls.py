@@ -424,7 +424,7 @@ def test_calls_or_json_of_a_schema(guide_of: Any, tokenizer: TextTokenizer, name
 def test_no_request_waits_for_a_vocabulary(
     folder: Path, tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    preparation = GrammarPreparation(str(folder), tokenizer.vocab_size, enabled=True)
+    preparation = GrammarPreparation(str(folder), tokenizer.vocab_size, 4, enabled=True)
     preparation._threads.shutdown()
     compiler = preparation._compiler
     monkeypatch.delattr(TokenTexts, "tokenizer")

@@ -49,6 +49,7 @@ class EngineLoop:
         self._grammars = GrammarPreparation(
             self.config.tokenizer_dir or self.config.model_dir,
             self.vocab_size,
+            self.config.max_num_seqs,
             enabled=self.config.guided_decoding_backend != "none",
         )
         self.logits = LogitsRoom(self.config.max_logits_mib << 20, self.vocab_size)

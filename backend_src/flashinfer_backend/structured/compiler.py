@@ -23,11 +23,13 @@ from flashinfer_backend.text.tokenizer import TextTokenizer
 LIMITS: dict[str, Any] = {
     "max_grammar_size": 50_000,  # symbols
     "initial_lexer_fuel": 500_000,  # some 0.5 s and 60 MB
-    "max_lexer_states": 50_000,  # of some 1 kB each
+    "max_lexer_states": 50_000,  # of some 600 bytes each
     "step_max_items": 10_000,  # some 30 ms
     "step_lexer_fuel": 200_000,  # some 15 ms
     "max_items_in_row": 2000,
 }
+# Of all sequences that have a slot; of many, each has fewer than by LIMITS, but for the least.
+ALL_STATES, LEAST_STATES = 256 * LIMITS["max_lexer_states"], 5000
 MOST_REASON = 300  # characters of a message: some repeat the grammar
 # Blanks between two elements of JSON: enough for deep indentation, an end for models that write nothing else.
 BLANKS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"}
@@ -44,10 +46,10 @@ HARMONY_MARK = "<|channel|>"
 
 
 class GrammarCompiler:
-    """llguidance with the checkpoint's tokenizer. Any thread may use it."""
+    """llguidance with the checkpoint's tokenizer, for up to `slots` sequences. Any thread may use it."""
 
-    def __init__(self, model_dir: str, vocab_size: int) -> None:
-        self._model_dir, self._vocab_size = model_dir, vocab_size
+    def __init__(self, model_dir: str, vocab_size: int, slots: int = 1) -> None:
+        self._model_dir, self._vocab_size, self._states = model_dir, vocab_size, states_of(slots)
         self._loading = threading.Lock()
         self._texts: TokenTexts | None = None
         self._tokenizers: dict[str, Any] = {}  # llguidance.LLTokenizer, by which special tokens are text
@@ -108,7 +110,8 @@ class GrammarCompiler:
                     f"written out, it has {len(source)} characters; it should have at most {GRAMMAR.written}"
                 )
             tokenizer = self.load(special)
-            return Grammar(make_matcher(tokenizer, source), tokenizer, end_id, self._vocab_size)
+            matcher = make_matcher(tokenizer, source, self._states)
+            return Grammar(matcher, tokenizer, end_id, self._vocab_size)
         except GrammarError as error:
             reason = str(error)
             if len(reason) > MOST_REASON:
@@ -116,11 +119,16 @@ class GrammarCompiler:
             raise GrammarError(refusal.format(reason)) from error
 
 
-def make_matcher(tokenizer: Any, source: str) -> Any:
+def states_of(slots: int) -> int:
+    """The most states that a sequence's grammar can come to, where as many sequences have one."""
+    return max(LEAST_STATES, min(LIMITS["max_lexer_states"], ALL_STATES // slots))
+
+
+def make_matcher(tokenizer: Any, source: str, states: int = LIMITS["max_lexer_states"]) -> Any:
     """llguidance.LLMatcher of a Lark grammar. Raises GrammarError."""
     import llguidance
 
-    limits = llguidance.LLParserLimits(**LIMITS, verbose_errors=False)
+    limits = llguidance.LLParserLimits(**LIMITS | {"max_lexer_states": states}, verbose_errors=False)
     matcher = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=limits)
     if matcher.is_error():
         raise GrammarError(matcher_error(matcher))

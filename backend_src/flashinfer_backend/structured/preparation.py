@@ -48,9 +48,9 @@ class GrammarPreparation(Waiting[Entry]):
     poll_ms = 2
     overtaken = False
 
-    def __init__(self, model_dir: str, vocab_size: int, enabled: bool) -> None:
+    def __init__(self, model_dir: str, vocab_size: int, slots: int, enabled: bool) -> None:
         super().__init__(self._forgotten)
-        self._compiler = GrammarCompiler(model_dir, vocab_size)
+        self._compiler = GrammarCompiler(model_dir, vocab_size, slots)
         threads = min(MOST_THREADS, max(2, len(os.sched_getaffinity(0)) - 2))
         self._threads = ThreadPoolExecutor(threads, "grammar")
         self._done: deque[tuple[Request, Entry]] = deque()  # some may not be wanted any more
