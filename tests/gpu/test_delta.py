@@ -52,6 +52,8 @@ def decode_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """With the kernel for Hopper, where it takes a case, and without."""
     if request.param == "triton":
         monkeypatch.setattr(delta_rows, "takes", lambda weights, states: False)
+    elif torch.cuda.get_device_capability() == (9, 0):
+        assert delta_rows.module(torch.device("cuda", 0)) is not None
 
 
 @pytest.mark.usefixtures("decode_rows")

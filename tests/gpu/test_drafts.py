@@ -37,13 +37,20 @@ class Rows:
     Blocks behind a window are NaN."""
 
     def __init__(
-        self, heads: int, kv_heads: int, feeds: int, in_e4m3: bool, window: int | None = None
+        self,
+        heads: int,
+        kv_heads: int,
+        feeds: int,
+        in_e4m3: bool,
+        window: int | None = None,
+        dim: int = DIM,
+        rows: int = len(LENGTHS),
     ) -> None:
         torch.manual_seed(0)
-        self.heads, self.feeds, self.window, rows = heads, feeds, window, len(LENGTHS)
+        self.heads, self.feeds, self.window = heads, feeds, window
         self.fed = np.array([feeds - i % feeds for i in range(rows)], np.int32)
-        self.lens = np.array([max(length, feeds) for length in LENGTHS], np.int32)
-        self.planned = self.lens + np.array([2 * feeds, 0, feeds, 1, 2 * feeds, 3, feeds, 0], np.int32)
+        self.lens = np.array([max(length, feeds) for length in LENGTHS[:rows]], np.int32)
+        self.planned = self.lens + np.array([2 * feeds, 0, feeds, 1, 2 * feeds, 3, feeds, 0], np.int32)[:rows]
         self.slots = np.arange(rows, dtype=np.int32)[::-1].copy()
         columns = -(-int(self.planned.max()) // BLOCK_SIZE)
         blocks = torch.randperm(rows * columns) + 1
@@ -51,7 +58,7 @@ class Rows:
         self.table[:rows] = blocks.view(rows, columns)
         self.lengths = torch.zeros(rows + 1, dtype=torch.int32, device="cuda")
         self.lengths[torch.from_numpy(self.slots).long().cuda()] = torch.from_numpy(self.lens).cuda()
-        shape = (rows * columns + 1, BLOCK_SIZE, kv_heads, DIM)
+        shape = (rows * columns + 1, BLOCK_SIZE, kv_heads, dim)
         scales = ((0.5, 0.25),) if in_e4m3 else ()
         cache, self.wide = random_cache(1, shape, scales, torch.float64, spoilt=window is not None)
         if window is not None:
@@ -87,24 +94,26 @@ class Rows:
 
 @pytest.mark.parametrize("in_e4m3", [False, True])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "window"),
+    ("heads", "kv_heads", "window", "dim", "count"),
     [
-        (8, 8, None), (32, 8, None), (32, 4, None), (14, 2, None), (32, 2, None), (32, 8, 200), (8, 8, 3),
-        (32, 2, 200),
+        (8, 8, None, 128, 8), (32, 8, None, 128, 8), (32, 4, None, 128, 8), (14, 2, None, 128, 8),
+        (32, 2, None, 128, 8), (32, 8, 200, 128, 8), (8, 8, 3, 128, 8), (32, 2, 200, 128, 8),
+        (16, 2, None, 256, 8), (24, 4, 200, 256, 8),
+        # Of few rows a program has one token.
+        (16, 2, None, 256, 1), (32, 4, None, 128, 4), (24, 4, 200, 256, 4),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("feeds", [2, 4, 6])
 def test_several_queries_a_row(
-    feeds: int, heads: int, kv_heads: int, window: int | None, in_e4m3: bool
+    feeds: int, heads: int, kv_heads: int, window: int | None, dim: int, count: int, in_e4m3: bool
 ) -> None:
     """Launched one by one, where rows have as many as they feed, and in a graph, where they are padded."""
-    rows = Rows(heads, kv_heads, feeds, in_e4m3, window)
-    q = torch.randn(int(rows.fed.sum()), heads, DIM, device="cuda").bfloat16()
+    rows = Rows(heads, kv_heads, feeds, in_e4m3, window, dim, count)
+    q = torch.randn(int(rows.fed.sum()), heads, dim, device="cuda").bfloat16()
     out = torch.empty_like(q)
     rows.attention.step(rows.batch(lengths=rows.lengths, drafted=feeds)).run(0, q, out)
     rows.check(q, out, np.cumsum(rows.fed) - rows.fed)
 
-    count = len(LENGTHS)
     shape = StepShape(count * feeds, count, feeds)
     words = torch.zeros(rows.attention.graph_words(shape), dtype=torch.int32, device="cuda")
     state = rows.attention.captured(shape, rows.table, words, rows.lengths)
@@ -112,7 +121,7 @@ def test_several_queries_a_row(
     host = np.zeros(len(words), np.int32)
     assert state.plan(rows.batch(), host)
     words.copy_(torch.from_numpy(host))
-    q = torch.randn(shape.tokens, heads, DIM, device="cuda").bfloat16()
+    q = torch.randn(shape.tokens, heads, dim, device="cuda").bfloat16()
     out, behind = torch.empty_like(q), torch.empty_like(q[:count])
     ahead = state.ahead(0, rows.lengths)
 

@@ -90,6 +90,7 @@ def test_the_kernels_of_delta_nets_are_for_hopper():
     nets = bundled(architectures=["Qwen3_5ForCausalLM"], model_type="qwen3_5_text")
     drafting = {"speculative_method": "ngram", "max_draft_len": 3}
     assert "delta_rows" in kinds(model=nets) & kinds(model=nets, **drafting)
+    assert "delta_rows" not in kinds(model=nets, **drafting | {"max_draft_len": 8})  # they take 7
     assert "delta_rows" not in kinds() | kinds((10, 0), model=nets)
 
 

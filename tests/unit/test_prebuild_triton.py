@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from flashinfer_backend import ops
 from flashinfer_backend.core import tuned
 from flashinfer_backend.core.config import EngineConfig
+from flashinfer_backend.core.draft_counts import draft_counts
 from flashinfer_backend.core.tuned import BlockTile, Tiling
 from flashinfer_backend.models.spec import ModelSpec
 from flashinfer_backend.ops import device
@@ -321,6 +322,71 @@ def test_a_cache_in_fp8_has_kernels_of_its_own():
             triton_copy.copy_prompts(cache, scratch, words, empty(rows + 1, of=torch.int32), words, rows)
 
     assert set(collect(calls)) <= ours
+
+
+def decode_attention(
+    heads: int, kv_heads: int, dim: int, rows: int, feeds: int = 1, ragged: bool = False
+) -> None:
+    from flashinfer_backend.attention import split, triton_decode
+
+    cache = tuple(empty(9, 16, kv_heads, dim) for _ in "kv")
+    items = split.max_items(rows, kv_heads, fp8=False)
+    workspace = triton_decode.DecodeWorkspace(rows, items * feeds, heads, kv_heads, dim, META)
+    lengths = split.Lengths(empty(257, of=torch.int32), feeds, 0, ragged) if feeds > 1 else None
+    q, work = empty(rows * feeds, heads, dim), empty(items, split.ITEM_WORDS, of=torch.int32)
+    table = empty(257, 512, of=torch.int32)
+    triton_decode.decode(q, cache, q, work, table, workspace, dim**-0.5, rows=rows, lengths=lengths)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), some([(64, 1, 128), (64, 1, 256), (16, 2, 256)], [(64, 1, 256)])
+)
+def test_decode_attention_fits_the_shared_memory(heads, kv_heads, dim):
+    def steps() -> None:
+        for rows, feeds in ((1, 1), (64, 1), (1, 4), (64, 4)):
+            decode_attention(heads, kv_heads, dim, rows, feeds)
+
+    with device.use(measured()):
+        found = dict.fromkeys(collect(steps))
+    assert len(found) == 4
+    for kernel, data in found:
+        assert kernel.preload(data).metadata.shared <= 232448
+
+
+def test_rows_with_drafts_have_their_kernels_ahead():
+    """Of few rows and of more, whose programs have one token and several."""
+    config = EngineConfig(
+        model_dir="", max_seq_len=8192, speculative_method="ngram", max_draft_len=3, max_num_seqs=64
+    )
+
+    def steps() -> None:
+        for rows in (1, 4, 5, 48, 49, 64):
+            for feeds in {1 + n for n in draft_counts(rows, 3)}:
+                decode_attention(32, 8, 128, rows, feeds)
+
+    with device.use(measured()):
+        ahead = {each for each in ahead_of(LLAMA, config) if each[0].__name__ == "_decode"}
+        found = set(collect(steps))
+    assert found <= ahead and len({kernel for kernel, _ in found}) == 1 and len(found) > 4
+
+
+def test_a_copy_for_drafts_is_the_weight_but_for_its_rounding():
+    from flashinfer_backend.ops import cuda_ops, fp8
+    from flashinfer_backend.ops.weight import Weight
+
+    torch.manual_seed(0)
+    rows = 8192 + 160  # one whole part and one that is not
+    data = torch.randn(rows, 32, dtype=torch.bfloat16) * torch.logspace(-3, 3, rows)[:, None].bfloat16()
+    data[7] = 0
+    copy = cuda_ops.for_drafts(Weight("head", data))
+    assert copy is not None and copy.data.dtype == fp8.E4M3 and copy.role == "head"
+    wide = copy.data.float() * copy.scale[:, None]
+    assert not wide[7].any()
+    error = (wide - data.float()).norm(dim=1) / data.float().norm(dim=1).clamp(min=1e-9)
+    assert error.max() < 0.05
+    others = Weight("head", data[:-1]), Weight("head", data.half())
+    others += (Weight.empty("head", (32, 32), "fp8_token", torch.bfloat16, META),)
+    assert all(cuda_ops.for_drafts(other) is None for other in others)
 
 
 def test_each_cache_takes_its_own_tiles():

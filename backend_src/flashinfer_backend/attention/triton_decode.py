@@ -31,9 +31,10 @@ from flashinfer_backend.attention.split import Lengths, choose_config
 from flashinfer_backend.ops.fp8 import E4M3
 
 _SMALLER = 256
-_QUERIES = 16  # query rows of a program at most: with 32, registers run out
+_QUERIES = 16  # query rows of a program with several tokens, at most: with 32, registers run out
 FEW_ROWS = 4  # up to which SMs are idle: a program has the heads of one token
 _TUNED = 16 * 128  # numbers of the results for which forms are tuned: more have more warps
+_MERGED = 32768  # numbers of parts that are added up at a time, at most: they can take shared memory
 
 
 @triton.jit
@@ -310,7 +311,7 @@ class DecodeWorkspace:
         self.out = torch.empty(cells * dim, dtype=torch.float32, device=device)
         self.peak = torch.empty(cells, dtype=torch.float32, device=device)
         self.total = torch.empty(cells, dtype=torch.float32, device=device)
-        # The kernel leaves the counters at zero. Each of a row's tokens may have its own.
+        # The kernel leaves the counters at zero. Each of a row's tokens may have its own: parts count tokens.
         self.counters = torch.zeros(max(rows, parts) * num_kv_heads, dtype=torch.int32, device=device)
 
 
@@ -396,7 +397,7 @@ def decode(
         STAGES=config.stages,
         PREFETCH=config.prefetch,
         QUERIES=queries,
-        MERGE=merge if feeds > 1 else config.merge,
+        MERGE=max(1, min(merge if feeds > 1 else config.merge, _MERGED // (queries * dim))),
         SMALLER=_SMALLER if in_e4m3 else 1,
         NATIVE=native,
         WINDOW=0 if lengths is None or window is None else window,

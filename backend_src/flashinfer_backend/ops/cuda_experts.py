@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A mixture of experts on CUDA, as ops.torch_ops computes it: weights of 16 bits, FP8 or 4 bits, by Triton's
-kernels and, in MXFP4 with few tokens an expert, by a CUDA kernel (mxfp4_experts.py).
+kernels and, in MXFP4 where a device's numbers say so, by CUDA kernels (mxfp4_experts.py).
 
 In FP8 x is quantised before each of the two products, as the weights' format says; with blocks of 128x128 the
 norm before the first one does that. No call waits for the device or depends on values there, so all of it can
