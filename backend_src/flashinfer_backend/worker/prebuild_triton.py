@@ -320,7 +320,12 @@ def _call_others(config: EngineConfig, model: Transformer, drafter: ModelSpec | 
             lengths: list[split.Lengths | None] = [None]
             if drafts:  # of each row alone, and of those that are checked with drafts
                 fed = {1} | {1 + n for r in range(before + 1, rows + 1) for n in draft_counts(r, drafts)}
-                lengths = [split.Lengths(last_token, queries) for queries in sorted(fed)]
+                # Steps that no graph holds have as many query tokens of each row as it feeds.
+                kinds_of_steps = (False,) if config.cuda_graph_batch_sizes == "auto" else (False, True)
+                lengths = [
+                    split.Lengths(last_token, queries, ragged=ragged and queries > 1)
+                    for queries, ragged in itertools.product(sorted(fed), kinds_of_steps)
+                ]
             for ends, (cap, sinks, window) in itertools.product(lengths, kinds):
                 q = empty(rows * (1 if ends is None else ends.queries), heads, dim)
                 sink = empty(heads, of=torch.float32) if sinks else None
