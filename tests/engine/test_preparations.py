@@ -132,7 +132,7 @@ def test_grammars_that_find_no_room_are_made_again_when_others_have_slots() -> N
         made.submit(local_id, 9, **GUIDE)
     made.submit(9, 9)
     made.step()
-    # Mostly they are all there then; one that was made within the step waits for room, and its future with it.
+    # Mostly all are there then. One that was made within the step waits for room, and so does its future.
     futures.wait([entry.made for _, entry in grammars.entries], timeout=2)
     made.cancel(3)
     while made.loop.in_flight or made.loop.scheduler.requests or len(grammars):
