@@ -31,9 +31,8 @@ def spec() -> Any:
 def takes(weights: DeltaWeights, states: DeltaStates) -> bool:
     """Whether the kernel is for rows of these, and could be built."""
     recurrent, inputs, pending = states
-    if (_most(states) > MOST) if pending is None else (pending.decays.shape[-1] != PENDING):
-        return False
-    fits = (*recurrent.shape[2:], weights.conv.shape[1]) == SIZES
+    fits = _most(states) <= MOST if pending is None else pending.decays.shape[-1] == PENDING
+    fits = fits and (*recurrent.shape[2:], weights.conv.shape[1]) == SIZES
     fits = fits and weights.a_log.dtype == weights.dt_bias.dtype == torch.float32
     fits = fits and weights.conv.dtype == weights.norm.dtype == inputs.dtype != torch.float32
     return fits and module(recurrent.device) is not None

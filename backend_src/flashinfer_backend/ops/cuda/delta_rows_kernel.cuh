@@ -19,16 +19,22 @@ constexpr int kWorkers = 256, kThreads = kWorkers + 2 * 128 + 32;
 constexpr int kAllWorkers = 3, kHalfWorkers = 4;  // named barriers; 1 and 2 are the preparing groups'
 constexpr float kLengthEps = 1e-6f;               // ops.torch_delta.L2_EPS
 
-template <typename T> struct Params {
+// What the rows of a layer are, with drafts or without.
+template <typename T> struct Rows {
   T const *qkv, *z, *a, *b, *conv, *norm;
   float const *a_log, *dt_bias;
-  float *recurrent, *keys, *written, *decays;
+  float* recurrent;
   T *inputs, *out;
-  int *begun;
-  int const *slots, *starts, *first;  // starts: null where each row has a token
-  int rows, heads, share, stages;
+  int const *slots, *starts, *first;
+  int heads, share;
   int64_t qkv_stride, z_stride, a_stride, b_stride;
   float eps;
+};
+
+template <typename T> struct Params : Rows<T> {  // starts: null where each row has a token
+  float *keys, *written, *decays;
+  int* begun;
+  int rows, stages;
 };
 
 // Of a token and a head. left: what the decay since then leaves of pending tokens, 0 of those that are none. kept: the

@@ -17,15 +17,9 @@ namespace drafted {
 constexpr int kThreads = 4 * 128;  // a query's, a key's and a value's channel each, and a result; all have of the state
 constexpr int kWarps = kThreads / 32, kKeys = kDim / kWarps;  // keys of a warp
 
-template <typename T> struct Params {
-  T const *qkv, *z, *a, *b, *conv, *norm;
-  float const *a_log, *dt_bias;
-  float* recurrent;
-  T *inputs, *out;
-  int const *slots, *starts, *first, *held;
-  int heads, share, length;  // length: tokens of `inputs`
-  int64_t qkv_stride, z_stride, a_stride, b_stride;
-  float eps;
+template <typename T> struct Params : Rows<T> {
+  int const* held;
+  int length;  // tokens of `inputs`
 };
 
 // Of up to kMost tokens, half of them held. With 8 two blocks share an SM.
