@@ -134,9 +134,8 @@ def _decode(
     scale_log2, cap_log2, v_scale, lengths, ahead,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, FEEDS: tl.constexpr, EACH: tl.constexpr,
     RAGGED: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
-    STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr, QUERIES: tl.constexpr, MERGE: tl.constexpr, SMALLER: tl.constexpr,
-    NATIVE: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr,
+    STAGES: tl.constexpr, PREFETCH: tl.constexpr, QUERIES: tl.constexpr, MERGE: tl.constexpr,
+    SMALLER: tl.constexpr, NATIVE: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     # Items and table were complete before the previous kernel started (what writes them lets nothing start
     # before it has ended); q, and the newest token's key and value, are that kernel's.
@@ -363,10 +362,10 @@ def decode(
     queries = triton.next_power_of_2(each * group_size)
     group = max(16, queries)
     warps = min(8, config.warps * max(1, group * dim // _TUNED))
-    # Parts are added up in turns: of several tokens a row as many as make 128 numbers a thread, for which
+    # Parts are added up in turns: of several tokens a program as many as make 128 numbers a thread, for which
     # there are registers.
     wider = queries // triton.next_power_of_2(group_size)
-    merge = max(1, config.merge // wider, min(config.merge, 4096 * warps // (queries * dim)))
+    merge = max(config.merge // wider, min(config.merge, 4096 * warps // (queries * dim)))
     _decode[(items.shape[0] * kv_heads * triton.cdiv(feeds, each),)](
         q,
         k_cache,
@@ -397,7 +396,7 @@ def decode(
         STAGES=config.stages,
         PREFETCH=config.prefetch,
         QUERIES=queries,
-        MERGE=max(1, min(merge if feeds > 1 else config.merge, _MERGED // (queries * dim))),
+        MERGE=max(1, min(merge, _MERGED // (queries * dim))),
         SMALLER=_SMALLER if in_e4m3 else 1,
         NATIVE=native,
         WINDOW=0 if lengths is None or window is None else window,

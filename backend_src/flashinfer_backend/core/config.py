@@ -191,6 +191,11 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
         " end. Costs up to 0.6 ms a step for each running sequence")] = False
     # fmt: on
 
+    @property
+    def drafts(self) -> int:
+        """Drafts of a row in a step, at most."""
+        return 0 if self.speculative_method == "none" else self.max_draft_len
+
     @classmethod
     def from_parameters(cls, parameters: dict[str, str]) -> EngineConfig:
         """Config from string parameters. Unset means empty, "auto" on a field with that word, or an unfilled

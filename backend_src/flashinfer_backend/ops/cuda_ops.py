@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashinfer_backend.ops import cublas, cuda_fp8, cuda_int4, fp8, gated_linear, triton_fp8, triton_linear
+from flashinfer_backend.ops import cublas, cuda_fp8, cuda_int4, gated_linear, triton_fp8, triton_linear
 from flashinfer_backend.ops.cuda_experts import experts_add, router_logits
 from flashinfer_backend.ops.tilings import choose, choose_adapted
 from flashinfer_backend.ops.torch_delta import count_held
@@ -41,8 +41,6 @@ from flashinfer_backend.ops.triton_logits import copy_rows, penalise
 from flashinfer_backend.ops.triton_rope import rope_and_store
 from flashinfer_backend.ops.triton_sample import keep_allowed, sample
 from flashinfer_backend.ops.weight import DENSE, Added, Chosen, Fp8Block, Fp8Static, Int4, LowRank, Weight
-
-_QUANTISED = 8192  # rows that are quantised at once, in float32
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -92,10 +90,7 @@ def for_drafts(weight: Weight) -> Weight | None:
         return None
     copy = Weight.empty(weight.role, (rows, inner), "fp8_token", weight.data.dtype, weight.data.device)
     copy.bias = weight.bias
-    for begin in range(0, rows, _QUANTISED):
-        part = slice(begin, begin + _QUANTISED)
-        elements, scale = fp8.quantise_rows(weight.data[part])
-        copy.data[part], copy.scale[part] = elements, scale[:, 0]
+    copy.format.fill(copy, weight.data)
     return copy
 
 

@@ -21,7 +21,6 @@ from flashinfer_backend.ops.weight import Mxfp4, Weight
 if TYPE_CHECKING:
     from flashinfer_backend.ops.triton_experts import Tiles
 
-FEW, MANY = 16, (64, 128)  # tokens of a tile, of the two kernels
 WIDEST = 3072  # columns of a weight: rows of x have room next to two stages of weights at least
 
 
@@ -48,7 +47,8 @@ def product(
     clip: tuple[float, float] | None = None,
 ) -> Tensor:
     """ops.triton_experts.product of x[R, K] in bfloat16 and a weight that `takes` is true for; tiles have
-    FEW tokens or one of MANY. teams: of 8 warps of a block of threads, 1 or 2; with MANY always 1."""
+    as many tokens as core.tuned.TEAMS names. teams: of a block of threads, as there; of 8 warps each with
+    tiles of 16."""
     tokens, chosen = tiles.weights.shape
     rows = len(weight.data) // tiles.of_experts // (2 if gated else 1)
     out = torch.empty(tokens * chosen, rows, dtype=torch.bfloat16, device=x.device)

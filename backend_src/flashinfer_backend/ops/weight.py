@@ -23,6 +23,7 @@ FP8 = ("F8_E4M3",)
 INTEGERS = ("I32", "I64")
 BYTES = ("U8",)
 DUMMY_INPUT_SCALE = 1 / 16  # of random weights: activations up to 28
+FILLED = 8192  # rows that are quantised at a time, which takes them in float32
 
 
 ALL = slice(None)
@@ -209,9 +210,10 @@ class Fp8Token:
         return {"weight": Stored.part_into(weight.data[rows], part, FP8), "weight_scale": take}
 
     def fill(self, weight: Weight, values: Tensor) -> None:
-        elements, scale = fp8.quantise_rows(values)
-        weight.data.copy_(elements)
-        weight.scale.copy_(scale[:, 0])
+        for begin in range(0, len(values), FILLED):
+            part = slice(begin, begin + FILLED)
+            elements, scale = fp8.quantise_rows(values[part])
+            weight.data[part], weight.scale[part] = elements, scale[:, 0]
 
     def product(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         elements, scale = fp8.quantise_rows(x)

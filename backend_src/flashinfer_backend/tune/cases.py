@@ -24,7 +24,6 @@ from flashinfer_backend.core.tuned import (
     Tuned,
 )
 from flashinfer_backend.models.spec import ModelSpec, Product
-from flashinfer_backend.ops import mxfp4_experts
 from flashinfer_backend.ops.int4_linear import TILES
 from flashinfer_backend.ops.tilings import untuned_int4
 from flashinfer_backend.tune.search import Case, Kind, is_gated
@@ -302,8 +301,7 @@ def of_experts(format: str, count: int, per_token: int, sizes: tuple[int, ...], 
                 start = next(block for block in blocks if block.rows <= 64)
                 found += [ExpertTile(size, block, start) for block in blocks]
                 if teams:
-                    numbers = {mxfp4_experts.FEW: (1, 2)} | dict.fromkeys(mxfp4_experts.MANY, (1,))
-                    found += [ExpertTile(size, start, start, number) for number in numbers.get(size, ())]
+                    found += [ExpertTile(size, start, start, n) for n in tuned.TEAMS.get(size, ())]
         return found
 
     def downs(tile: ExpertTile, tokens: int) -> list[ExpertTile]:

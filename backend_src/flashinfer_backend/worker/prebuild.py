@@ -99,8 +99,7 @@ def needed(
     if capability == (9, 0) and "mxfp4" in mixture and _names_teams():
         kinds.add("mxfp4_experts")
     nets = {(net.key_dim, net.value_dim, net.kernel) for net in model.delta_nets}
-    drafts = 0 if config.speculative_method == "none" else config.max_draft_len
-    if capability == (9, 0) and delta_rows.SIZES in nets and 1 + drafts <= delta_rows.MOST:
+    if capability == (9, 0) and delta_rows.SIZES in nets and 1 + config.drafts <= delta_rows.MOST:
         kinds.add("delta_rows")
     if config.attention_backend == "xqa":
         kinds.add("xqa")

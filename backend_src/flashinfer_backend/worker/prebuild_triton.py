@@ -299,7 +299,7 @@ def _call_others(config: EngineConfig, model: Transformer, drafter: ModelSpec | 
     keep_likeliest(changed, index, heat, _words(4), heat, heat, FEW)
     penalties = Penalties(index, index, _words(4), heat, heat, heat)
     penalise(changed, penalties, _words(config.max_num_seqs, config.max_seq_len + 1), _words(4))
-    drafts = 0 if config.speculative_method == "none" else config.max_draft_len
+    drafts = config.drafts
     varied = any(mixer.variant for mixer in spec.attentions)  # which take FA2
     copies = empty(2, block, kv_heads, dim), empty(2, block, kv_heads, dim)
     for rows in () if varied or config.attention_backend == "torch" else triton_copy.ROWS:

@@ -25,6 +25,7 @@ PARTIAL_SUMS = 16 << 20  # float32 sums of a split product's parts, at most
 SPLIT_BLOCKS = 4096  # output blocks of a split product, at most
 LARGEST_CLUSTER = 8  # blocks that every Hopper GPU runs together
 MOST_ROW_TOKENS = 32  # of ops.blocks_linear
+TEAMS = {16: (1, 2), 64: (1,), 128: (1,)}  # of ops.mxfp4_experts, by the tokens of a tile
 LINE = 150  # characters of a line in a file, at most, where values share one
 SHORT = 24  # characters of an item in a list, up to which items share lines
 
@@ -180,7 +181,7 @@ class ExpertTile(_Data, frozen=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         self._check_powers(tokens=16)
-        if self.teams and (self.tokens, self.teams) not in ((16, 1), (16, 2), (64, 1), (128, 1)):
+        if self.teams and self.teams not in TEAMS.get(self.tokens, ()):
             raise ValueError(
                 "teams should be 0, 1 or 2 for a tile of 16 tokens, 0 or 1 for one of 64 or 128, 0 for"
                 f" others, not {self.teams} for {self.tokens}"
