@@ -253,7 +253,7 @@ if __name__ == "__main__":
     ]:
         check_routes(tokens, experts, chosen, renormalise, skewed)
     check_padding()
-    for tokens in (1, 21):
+    for tokens in (1, 3, 8, 21):
         check_router(tokens)
     check_failing_launch()
     for tokens in (1, 4, 17):

@@ -30,7 +30,8 @@ NATIVE = True  # with what a GPU alone has, and Triton's interpreter does not kn
 FEW_TOKENS = 16  # up to which one program may choose and place; no tile has fewer
 FEW_CELLS = 512  # logits up to which it does: with 16 tokens of 256 experts it took 30 us, the others take 6
 PLACED = 16  # pairs that a program places
-_ROUTER_ROWS, _ROUTER_ROWS_OF_ONE = 16, 2  # of a program
+_ROUTER_ROWS, _ROUTER_ROWS_OF_FEW = 16, 2  # of a program
+_ROUTED_APART = 8  # tokens up to which a program has few rows, and each token's product by itself
 SUMMED = 1024  # columns that a program sums
 _MIDDLE = tl.constexpr(int4.MIDDLE)
 NEIGHBOURS = 8  # tiles whose programs are launched together for each block of weight rows
@@ -56,30 +57,34 @@ def _router(
     tl.store(logits + t[:, None] * N + n[None, :], acc, mask=there & inside[None, :])
 
 
-@triton.jit
-def _router_of_one(
-    x, weight, bias, logits, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    NATIVE: tl.constexpr,
+@triton.jit(do_not_specialize=["tokens"])
+def _router_of_few(
+    x, weight, bias, logits, tokens, N: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    # Of one token: a program has its weights before the token's row is there.
+    # Of up to TOKENS tokens: a program has its weights before the tokens' rows are there.
     n, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     inside, real = n < N, (k < K)[None, :]
     block = tl.load(weight + n[:, None] * K + k[None, :], mask=inside[:, None] & real, other=0.0)
-    wait_and_launch(NATIVE)
-    row = tl.load(x + k[None, :], mask=real, other=0.0)
-    total = tl.sum(block.to(tl.float32) * row.to(tl.float32), axis=1)
+    block = block.to(tl.float32)
+    more = 0.0
     if bias is not None:
-        total += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
-    tl.store(logits + n, total, mask=inside)
+        more = tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
+    wait_and_launch(NATIVE)
+    for t in tl.static_range(TOKENS):
+        row = tl.load(x + t * K + k[None, :], mask=real & (t < tokens), other=0.0)
+        total = tl.sum(block * row.to(tl.float32), axis=1) + more
+        tl.store(logits + t * N + n, total, mask=inside & (t < tokens))
 
 
 def router_logits(x: Tensor, router: Weight) -> Tensor:
     """x[T, H], contiguous, @ router[N, H].T, and its bias -> float32 [T, N]."""
     (tokens, inner), rows = x.shape, len(router.data)
     logits = torch.empty(tokens, rows, dtype=torch.float32, device=x.device)
-    if tokens == 1:
-        _router_of_one[(triton.cdiv(rows, _ROUTER_ROWS_OF_ONE),)](
-            x, router.data, router.bias, logits, N=rows, K=inner, ROWS=_ROUTER_ROWS_OF_ONE,
+    if tokens <= _ROUTED_APART:
+        _router_of_few[(triton.cdiv(rows, _ROUTER_ROWS_OF_FEW),)](
+            x, router.data, router.bias, logits, tokens, N=rows, K=inner,
+            TOKENS=triton.next_power_of_2(tokens), ROWS=_ROUTER_ROWS_OF_FEW,
             WIDTH=triton.next_power_of_2(inner), NATIVE=NATIVE, num_warps=4, launch_pdl=NATIVE,
         )  # fmt: skip
         return logits
@@ -402,13 +407,14 @@ def _product(
     size = tl.minimum(tiles - group * NEIGHBOURS, NEIGHBOURS)
     within = tl.program_id(0) % (NEIGHBOURS * BLOCKS)
     tile, row = group * NEIGHBOURS + within % size, within // size * ROWS
-    present = tl.load(filled + tile)
+    # All at once, before it is known whether the tile is there.
+    t, n, k = tl.arange(0, TOKENS), row + tl.arange(0, ROWS), tl.arange(0, INNER)
+    present, expert = tl.load(filled + tile), tl.load(experts + tile).to(tl.int64)
+    pair = tl.load(order + tile * TOKENS + t).to(tl.int64)
     if present == 0:
         return
-    expert = tl.load(experts + tile).to(tl.int64)
-    t, n, k = tl.arange(0, TOKENS), row + tl.arange(0, ROWS), tl.arange(0, INNER)
     there, inside = t < present, n < N
-    pair = tl.load(order + tile * TOKENS + t, mask=there, other=0).to(tl.int64)
+    pair = tl.where(there, pair, 0)
     x_row = pair // PAIRS_A_ROW
     HEIGHT: tl.constexpr = 2 * N if GATED else N  # weight rows of an expert
     own = weight + expert * HEIGHT * K + n[:, None] * K + k[None, :]
