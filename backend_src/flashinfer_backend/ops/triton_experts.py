@@ -34,7 +34,6 @@ _ROUTER_ROWS, _ROUTER_ROWS_OF_FEW = 16, 2  # of a program
 _ROUTED_APART = 8  # tokens up to which a program has few rows, and each token's product by itself
 SUMMED = 1024  # columns that a program sums
 _MIDDLE = tl.constexpr(int4.MIDDLE)
-AHEAD, AHEAD_TOKENS = 4, 32  # turns that scales are loaded ahead, with tiles of up to so many tokens
 NEIGHBOURS = 8  # tiles whose programs are launched together for each block of weight rows
 
 
@@ -391,23 +390,13 @@ def _quarter(words, scales, zeros, place, mask, NIBBLE: tl.constexpr, KIND: tl.c
     return (number * scale[:, None]).to(KIND)
 
 
-@triton.jit
-def _scales_of_turn(
-    x_scales, own_scales, x_row, there, turn, x_rows, BEYOND: tl.constexpr, GATED: tl.constexpr
-):
-    # Of one group of columns: x's [TOKENS], the weight's, and that of the rows for up, which lie BEYOND.
-    x_scale = tl.load(x_scales + x_rows.to(tl.int64) * turn + x_row, mask=there, other=0.0)
-    scale = tl.load(own_scales + turn)
-    return x_scale, scale, tl.load(own_scales + BEYOND + turn) if GATED else scale
-
-
 @triton.jit(do_not_specialize=["tiles", "x_rows"])
 def _product(
     x, x_scales, weight, scales, zeros, bias, factors, experts, filled, order, out, tiles, x_rows,
     N: tl.constexpr, K: tl.constexpr, PAIRS_A_ROW: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr,
     LIMIT: tl.constexpr, SCALES: tl.constexpr, APART: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, NEIGHBOURS: tl.constexpr,
-    STAGES: tl.constexpr, AHEAD: tl.constexpr, NATIVE: tl.constexpr,
+    STAGES: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     wait_and_launch(NATIVE)
     KIND: tl.constexpr = x.dtype.element_ty
@@ -432,7 +421,15 @@ def _product(
     source = x + x_row[:, None] * K + k[None, :]
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
     up = tl.zeros([ROWS, TOKENS], tl.float32)
+    # With blocks, INNER is one, and ROWS divides its rows: one scale for a product, which is loaded
+    # a turn ahead. Each group has a sum of its own, as in triton_fp8.
     LAST: tl.constexpr = (K + INNER - 1) // INNER - 1
+    if SCALES == "blocks":
+        own_scales = scales + (expert * HEIGHT + row) // GROUP * APART
+        x_scale = tl.load(x_scales + x_row, mask=there, other=0.0)
+        scale = tl.load(own_scales)
+        if GATED:
+            up_scale = tl.load(own_scales + N // GROUP * APART)
     if SCALES == "mxfp4":
         # A word has four columns, QUARTER apart among PACKED: four products of a quarter of the columns.
         QUARTER: tl.constexpr = PACKED // 4
@@ -478,18 +475,6 @@ def _product(
                 if GATED:
                     up = tl.dot(_quarter(more, scales, zeros, place + N, inside, q, KIND), x_block, up)
     else:
-        # With blocks, INNER is one, and ROWS divides its rows: one scale for a product. Each group has a sum
-        # of its own, as in triton_fp8. Scales are loaded turns ahead: a turn of few tokens is shorter than a
-        # load, and those of many tokens would not fit the registers.
-        turns = ()
-        if SCALES == "blocks":
-            own_scales = scales + (expert * HEIGHT + row) // GROUP * APART
-            for i in tl.static_range(AHEAD):
-                turns += (
-                    _scales_of_turn(
-                        x_scales, own_scales, x_row, there, min(i, LAST), x_rows, N // GROUP * APART, GATED
-                    ),
-                )
         for i in tl.range(0, LAST + 1, num_stages=STAGES):
             # The weights are the left operand: few tokens then do not waste the tensor cores' 64 rows.
             x_block = tl.load(source + i * INNER, mask=there[:, None], other=0.0).T
@@ -497,15 +482,17 @@ def _product(
             if GATED:
                 up_block = tl.load(own + N * K + i * INNER, mask=inside[:, None], other=0.0)
             if SCALES == "blocks":
-                next_turn = _scales_of_turn(
-                    x_scales, own_scales, x_row, there, tl.minimum(i + AHEAD, LAST), x_rows,
-                    N // GROUP * APART, GATED,
-                )  # fmt: skip
-                x_scale, scale, up_scale = turns[0]
-                acc += tl.dot(block, x_block) * (x_scale * scale)[None, :]
+                ahead = tl.minimum(i + 1, LAST)
+                next_x_scale = tl.load(x_scales + ahead * x_rows.to(tl.int64) + x_row, mask=there, other=0.0)
+                next_scale = tl.load(own_scales + ahead)
+                of_group = tl.dot(block, x_block)
                 if GATED:
-                    up += tl.dot(up_block, x_block) * (x_scale * up_scale)[None, :]
-                turns = turns[1:] + (next_turn,)
+                    next_up_scale = tl.load(own_scales + N // GROUP * APART + ahead)
+                    up_of_group = tl.dot(up_block, x_block)
+                    up += up_of_group * (x_scale * up_scale)[None, :]
+                    up_scale = next_up_scale
+                acc += of_group * (x_scale * scale)[None, :]
+                x_scale, scale = next_x_scale, next_scale
             else:
                 acc = tl.dot(block, x_block, acc)
                 if GATED:
@@ -574,8 +561,7 @@ def product(
         N=rows, K=inner, PAIRS_A_ROW=pairs_a_row, GATED=gated, ALPHA=alpha, LIMIT=limit,
         SCALES=kind, APART=scales.stride(0) if scales is not None else 0, GROUP=group, PACKED=mxfp4.PACKED,
         TOKENS=tile.tokens, ROWS=block_rows, INNER=block_inner, NEIGHBOURS=NEIGHBOURS, STAGES=block.stages,
-        AHEAD=AHEAD if tile.tokens <= AHEAD_TOKENS else 1, NATIVE=NATIVE,
-        num_warps=block.warps, launch_pdl=NATIVE,
+        NATIVE=NATIVE, num_warps=block.warps, launch_pdl=NATIVE,
     )  # fmt: skip
     return out
 
