@@ -31,7 +31,8 @@ FEW_TOKENS = 16  # up to which one program may choose and place; no tile has few
 FEW_CELLS = 512  # logits up to which it does: with 16 tokens of 256 experts it took 30 us, the others take 6
 PLACED = 16  # pairs that a program places
 _ROUTER_ROWS, _ROUTER_ROWS_OF_FEW = 16, 2  # of a program
-_ROUTED_APART = 8  # tokens up to which a program has few rows, and each token's product by itself
+# Up to so many tokens, and elements of them, a program has few rows, and multiplies each token by itself.
+_ROUTED_APART, _ROUTED_ELEMENTS = 8, 16384
 SUMMED = 1024  # columns that a program sums
 _MIDDLE = tl.constexpr(int4.MIDDLE)
 NEIGHBOURS = 8  # tiles whose programs are launched together for each block of weight rows
@@ -81,11 +82,12 @@ def router_logits(x: Tensor, router: Weight) -> Tensor:
     """x[T, H], contiguous, @ router[N, H].T, and its bias -> float32 [T, N]."""
     (tokens, inner), rows = x.shape, len(router.data)
     logits = torch.empty(tokens, rows, dtype=torch.float32, device=x.device)
-    if tokens <= _ROUTED_APART:
+    width = triton.next_power_of_2(inner)
+    if tokens <= min(_ROUTED_APART, _ROUTED_ELEMENTS // width):
         _router_of_few[(triton.cdiv(rows, _ROUTER_ROWS_OF_FEW),)](
             x, router.data, router.bias, logits, tokens, N=rows, K=inner,
-            TOKENS=triton.next_power_of_2(tokens), ROWS=_ROUTER_ROWS_OF_FEW,
-            WIDTH=triton.next_power_of_2(inner), NATIVE=NATIVE, num_warps=4, launch_pdl=NATIVE,
+            TOKENS=triton.next_power_of_2(tokens), ROWS=_ROUTER_ROWS_OF_FEW, WIDTH=width, NATIVE=NATIVE,
+            num_warps=4, launch_pdl=NATIVE,
         )  # fmt: skip
         return logits
     _router[(triton.cdiv(tokens, FEW_TOKENS), triton.cdiv(rows, _ROUTER_ROWS))](
