@@ -83,7 +83,7 @@ def router_logits(x: Tensor, router: Weight) -> Tensor:
     (tokens, inner), rows = x.shape, len(router.data)
     logits = torch.empty(tokens, rows, dtype=torch.float32, device=x.device)
     width = triton.next_power_of_2(inner)
-    if tokens <= min(_ROUTED_APART, _ROUTED_ELEMENTS // width):
+    if tokens <= min(_ROUTED_APART, max(1, _ROUTED_ELEMENTS // width)):
         _router_of_few[(triton.cdiv(rows, _ROUTER_ROWS_OF_FEW),)](
             x, router.data, router.bias, logits, tokens, N=rows, K=inner,
             TOKENS=triton.next_power_of_2(tokens), ROWS=_ROUTER_ROWS_OF_FEW, WIDTH=width, NATIVE=NATIVE,
