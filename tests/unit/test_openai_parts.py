@@ -445,7 +445,7 @@ def test_allowed_tools_are_all_that_there_are() -> None:
 def test_parameters_nested_too_deeply_are_refused() -> None:
     deep: dict[str, Any] = {}
     for _ in range(2000):
-        deep = {"type": "array", "items": deep}
+        deep = {"type": "object", "additionalProperties": deep}
     tool = {"type": "function", "function": {"name": "f", "parameters": deep}}
     with pytest.raises(ApiError, match="nested too deeply"):
         _ = read_tools([tool], "required", None).guide

@@ -43,11 +43,9 @@ FUNCTION = {"name": "weather", "input_schema": {"type": "object"}}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
 CALL = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Ulm"}}
 CALLED = [*ASK, {"role": "assistant", "content": [{"type": "text", "text": "I look."}, CALL]}]
+# Parameters: of a value, of any value, of none, and no schema.
+NO_OBJECTS: list[Any] = [{"type": "string", "maxLength": 5}, {"enum": [5]}, {"oneOf": [{}]}, "x"]
 CALLS, RESULT = {**FLAT, "type": "function_call"}, {"type": "function_call_output", "call_id": "1"}
-
-
-def strictly(parameters: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": "f", "strict": True, "parameters": parameters}}
 
 
 # The words come last. The error's `param` is the first of its own words, or none, where it does not come here
@@ -103,8 +101,13 @@ REFUSED: list[tuple[Any, ...]] = [
     (CHAT, {"tools": [{"type": "function", "function": {"name": None}}]}, "tools", "function.name is null;"),
     (CHAT, {"tools": [{"type": "function", "function": "f"}]}, "tools", 'function is "f"; it should be'),
     (CHAT, {"tools": [{"type": "function", "function": {"name": "auto"}}]}, "tools", "a word of tool_choice"),
-    (CHAT, {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
-     "tools", "parameters should be a JSON schema"),
+    *((CHAT, {"tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}]},
+       "tools", "tools[0].function.parameters should be a JSON schema of the type object")
+      for schema in NO_OBJECTS),
+    *((RESPONSES, {"tools": [{**FLAT, "parameters": schema}], "tool_choice": FLAT},
+       "tools", "tools[0].parameters should be a JSON schema of the type object") for schema in NO_OBJECTS),
+    *((MESSAGES, {"tools": [{**FUNCTION, "input_schema": schema}]},
+       "tools[0].input_schema should be a JSON schema of the type object") for schema in (*NO_OBJECTS, {})),
     (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "a string or a list"),
     (CHAT, {"messages": [{**ASK[0], "audio": {"id": "x"}}]}, "messages[0].audio", "is not supported"),
     (CHAT, {"tools": [{**WEATHER, "strict": True}]}, "tools", "it stands in tools[0].function"),
@@ -129,7 +132,6 @@ REFUSED: list[tuple[Any, ...]] = [
     (CHAT, {"tools": [WEATHER, WEATHER]}, "has two of the name weather"),
     (CHAT, {"tools": [{"type": "function", "function": {"name": "f", "strict": "yes"}}]},
      "tools", "true or false"),
-    (CHAT, {"tools": [strictly({"oneOf": [{}]})]}, "tools", "schema of type object"),
     (CHAT, {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}},
      "the tools are"),
     (CHAT, {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "required"}}},
@@ -225,10 +227,11 @@ REFUSED: list[tuple[Any, ...]] = [
      "tool_choice is set, but this server leaves out all of the tools: mcp"),
     (RESPONSES, {"tools": [{"type": "custom", "name": "c", "format": {"type": "grammar", "syntax": "peg"}}]},
      "tools", "tools[0].format should have the syntax regex"),
-    (RESPONSES,
+    *((RESPONSES,
      {"tools": [{"type": "custom", "name": "c",
-                 "format": {"type": "grammar", "syntax": "regex", "definition": "("}}]},
-     "tools", "tools[0].format.definition: "),
+                 "format": {"type": "grammar", "syntax": "regex", "definition": definition}}]},
+     "tools", "tools[0].format.definition: ")
+    for definition in ("(", "a)|(?:b")),
     (RESPONSES,
      {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "x"}]}]},
      'input[0].content[1] is of type "x"'),

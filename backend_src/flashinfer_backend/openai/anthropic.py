@@ -214,10 +214,11 @@ def _tools(request: CountTokensRequest) -> Tools:
                     f"is {shown(value)}, which is not supported: tools are run by the client"
                     " and described by their input_schema",
                 )
-        if not isinstance(tool.get("input_schema"), dict):
-            raise field_error(f"tools[{n}].input_schema", "should be a JSON schema")
+        schema = tool.get("input_schema")
+        if not isinstance(schema, dict) or schema.get("type") != "object":
+            raise field_error(f"tools[{n}].input_schema", "should be a JSON schema of the type object")
         function = {key: tool.get(key) for key in ("name", "description", "strict")}
-        tools.append({"type": "function", "function": {**function, "parameters": tool["input_schema"]}})
+        tools.append({"type": "function", "function": {**function, "parameters": schema}})
     given = request.tool_choice or ToolChoice("auto")
     choice: str | FunctionChoice = CHOICES.get(given.type, "")
     if given.type == "tool":

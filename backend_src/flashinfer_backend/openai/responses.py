@@ -425,6 +425,7 @@ def _custom_function(form: Any, place: str) -> dict[str, Any]:
             )
         text["pattern"] = f"^(?:{regex})$"
         try:
+            rust_regex(regex)  # alone: inside the group `a)|(?:b` would be valid
             rust_regex(text["pattern"])
         except GrammarError as error:
             raise ApiError(f"{place}.format.definition: {error}", param="tools") from None

@@ -54,13 +54,7 @@ def calls_guide(
 ) -> Guide:
     """functions: all that may be called, with the schemas of strict ones. inside: the prompt opens the
     reasoning. content: a JSON schema; an answer without calls is JSON of it, for CALLS_OR_JSON and without
-    reasoning. Raises ApiError for parameters that are not an object's, and for what the format cannot say."""
-    for name, schema in functions.items():
-        if schema is not None and schema.get("type") != "object":
-            raise ApiError(
-                f"the function {name} is strict, so its parameters should be a schema of type object",
-                param="tools",
-            )
+    reasoning. Raises ApiError for what the format cannot say."""
     if reasoning == "harmony":  # then all of the text is read as Harmony
         tool_format = reasoning
     grammar = _Grammar(functions, OPEN if reasoning == "think" and not inside else "")

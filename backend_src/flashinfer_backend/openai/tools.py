@@ -118,9 +118,10 @@ def _function(tool: Mapping[str, Any], place: str) -> dict[str, Any]:
         )
     if name in (AUTO, NONE, REQUIRED):
         raise ApiError(f"{place}.name is {shown(name)}, a word of tool_choice; rename it", param="tools")
-    if parameters is not None and not isinstance(parameters, dict):
-        raise ApiError(f"{place}.parameters should be a JSON schema", param="tools")
-    if function.get("strict") not in (None, True, False):
+    # Without any a function takes none; a call's arguments are an object in every format and at every door.
+    if parameters and not (isinstance(parameters, dict) and parameters.get("type") == "object"):
+        raise ApiError(f"{place}.parameters should be a JSON schema of the type object", param="tools")
+    if not isinstance(function.get("strict"), bool | None):
         raise ApiError(
             f"{place}.strict is {shown(function['strict'])}; it should be true or false", param="tools"
         )
