@@ -21,7 +21,7 @@ from flashinfer_backend.openai.app import LARGE_BODY
 from flashinfer_backend.openai.chat import add_effort
 from flashinfer_backend.openai.compressed_bodies import MOST_MEMBERS, PIECE, decompressed
 from flashinfer_backend.openai.errors import ApiError
-from flashinfer_backend.openai.no_effect import NO_EFFECT, OF_PARTS
+from flashinfer_backend.openai.no_effect import NO_EFFECT, OF_FUNCTIONS, OF_PARTS
 from flashinfer_backend.openai.sampling import EngineLimits, check_ids, guide_of
 from flashinfer_backend.openai.template import ChatTemplate
 from scripted_model import QWEN_TEMPLATE
@@ -118,6 +118,8 @@ def test_the_page_shows_the_table() -> None:
     rows = re.findall(r"^\| (of parts.*?) \|", shown, re.MULTILINE)
     of_parts = set(re.findall(r"`([a-z_]+)`", "".join(rows)))
     assert of_parts == {*OF_PARTS, "signature"} - {"type"}
+    (row,) = re.findall(r"^\| of functions: (.*?) \|", shown, re.MULTILINE)
+    assert tuple(re.findall(r"`([a-z_]+)`", row)) == OF_FUNCTIONS
 
 
 @pytest.mark.parametrize(

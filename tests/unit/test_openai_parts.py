@@ -435,6 +435,43 @@ def test_tools_that_are_nested_too_deeply_for_a_template() -> None:
         ChatTemplate("{{ tools | tojson }}", {}).render(ASK, tools=[tool])
 
 
+def test_a_templates_own_fields_reach_it() -> None:
+    """Those that its text names. Others are refused, also where prose, a comment or a variable has it."""
+    source = (
+        "{% for m in messages %}{% generation %}{{ m.thinking }}{{ m ['recipient'] }}{{ m.get(\"channel\") }}"
+        "{% for c in m.tool_calls %}{{ c.note }}{{ c.function.why }}{% endfor %}{% endgeneration %}"
+        "{% endfor %}"
+        "{% for t in tools %}{{ t.function.return }}{% endfor %}prose{# m.comment #}{% set variable = 1 %}"
+    )
+    template = ChatTemplate(source, {})
+    function = {"name": "f", "arguments": "{}", "why": "4"}
+    call = {"id": "c", "function": function, "note": "3"}
+    message = {"role": "assistant", "thinking": "0", "recipient": "1", "channel": "2", "tool_calls": [call]}
+    returns = {"type": "function", "function": {"name": "f", "return": "5", "strict": False}}
+    tools = read_tools([returns], None, None, read=template.keys).shown
+    messages = plain_messages([message], read=template.keys)
+    assert template.render(messages, tools=tools) == "012345prose"
+    for name in ("prose", "comment", "variable", "generation", "messages"):
+        assert plain_messages([message | {name: empty} for empty in (None, [], {})], read=template.keys)
+        with pytest.raises(ApiError, match=rf"^messages\[0\]\.{name} is not a field of a message, which has"):
+            plain_messages([message | {name: "x"}], read=template.keys)
+    with pytest.raises(ApiError, match="thinking is not a field of a message"):
+        plain_messages([message])
+
+
+def test_what_libraries_note_on_functions_is_not_shown() -> None:
+    """agno's on who runs them."""
+    noted = {
+        "name": "f",
+        "requires_confirmation": True,
+        "external_execution": False,
+        "cache_control": {"a": 1},
+    }
+    assert read_tools([{"type": "function", "function": noted}], None, None).shown == [
+        {"type": "function", "function": {"name": "f"}}
+    ]
+
+
 def test_allowed_tools_are_all_that_there_are() -> None:
     tools = [{"type": "function", "function": {"name": name}} for name in "ab"]
     allowed = AllowedChoice(AllowedFunctions("auto", [FunctionChoice.of("b")]))
@@ -686,7 +723,18 @@ def test_an_answer_has_all_of_its_calls_and_reasoning() -> None:
 
 def test_what_libraries_add_to_earlier_answers_is_taken() -> None:
     """OpenAI's for Node sends back what it has read into objects, as do older ones for Anthropic; LangChain
-    gives one provider's reasoning to the other."""
+    gives one provider's reasoning to the other; LiteLLM says it twice."""
+    function = {"name": "f", "arguments": "{}", "parsed_arguments": {}, "provider_specific_fields": {"a": 1}}
+    calls = [{"id": "c", "type": "function", "index": 0, "function": function}]
+    said: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": calls, "parsed": {"a": 1}}
+    twice = {
+        "reasoning_content": "Hm",
+        "provider_specific_fields": {"reasoning": "Hm"},
+        "function_call": None,
+    }
+    blocks: list[dict[str, Any]] = [{"type": "thinking", "thinking": "Hm"}]
+    (message,) = plain_messages([said | twice | {"thinking_blocks": blocks, "images": [], "audio": None}])
+    assert message["reasoning_content"] == "Hm" and len(message["tool_calls"]) == 1
     text = {"type": "output_text", "text": "{}", "annotations": [], "logprobs": [], "parsed": {"city": "Ulm"}}
     items = [
         {"type": "reasoning", "summary": [], "content": [{"type": "t", "text": "a"}], "signature": "YQ=="},

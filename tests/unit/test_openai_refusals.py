@@ -25,6 +25,7 @@ CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS, RERANK, SCORE = (
 ASK = [{"role": "user", "content": "Hi"}]
 WRITING = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
 GOOD: dict[str, dict[str, Any]] = {
+    "/tokenize": {"messages": ASK},
     CHAT: {"messages": ASK, "max_tokens": 3},
     COMPLETIONS: {"prompt": "Once upon a time", "max_tokens": 2},
     RESPONSES: {"input": "Once upon a time"},
@@ -45,6 +46,7 @@ CALL = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Ul
 CALLED = [*ASK, {"role": "assistant", "content": [{"type": "text", "text": "I look."}, CALL]}]
 # Parameters: of a value, of any value, of none, and no schema.
 NO_OBJECTS: list[Any] = [{"type": "string", "maxLength": 5}, {"enum": [5]}, {"oneOf": [{}]}, "x"]
+CALLED_ONE = {"id": "c", "type": "function", "function": {"name": "x", "arguments": "{}"}}
 CALLS, RESULT = {**FLAT, "type": "function_call"}, {"type": "function_call_output", "call_id": "1"}
 
 
@@ -110,6 +112,29 @@ REFUSED: list[tuple[Any, ...]] = [
        "tools[0].input_schema should be a JSON schema of the type object") for schema in (*NO_OBJECTS, {})),
     (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "a string or a list"),
     (CHAT, {"messages": [{**ASK[0], "audio": {"id": "x"}}]}, "messages[0].audio", "is not supported"),
+    *((path, {"messages": [{**ASK[0], "tool_cals": [1]}]}, "messages[0].tool_cals is not a field of a mess")
+      for path in (CHAT, MESSAGES, "/tokenize")),
+    (MESSAGES, {"messages": [{**ASK[0], "name": "Ann"}]}, "messages[0].name is not a field of a message"),
+    *((CHAT, {"messages": [*ASK, {"role": "assistant", "tool_calls": [call]}]}, place, said)
+      for place, call, said in (
+          ("messages[1].tool_calls[0].type", {**CALLED_ONE, "type": "bar"}, 'is "bar"; it should be func'),
+          ("messages[1].tool_calls[0].zap", {**CALLED_ONE, "zap": 1}, "is not a field of a call, which has"),
+          ("messages[1].tool_calls[0].function.foo", {"function": {"name": "x", "foo": 3}},
+           "is not a field of a call's function, which has name, arguments"))),
+    *((path, {"tools": [{"type": "function", "function": {"name": "x", "parametrs": {"type": "object"}}}]},
+       "tools[0].function.parametrs", "is not a field of a function, which has name, description, param")
+      for path in (CHAT, "/tokenize")),
+    (RESPONSES, {"tools": [{**FLAT, "foo": 1}]}, "tools[0].foo is not a field of a function"),
+    (RESPONSES, {"tools": [{**FLAT, "allowed_callers": ["programmatic"]}]},
+     "tools[0].allowed_callers is not a field of a function"),
+    (CHAT, {"tools": [{"type": "function", "function": {"name": "x", "description": 5}}]},
+     "tools", "tools[0].function.description is 5; it should be a text"),
+    (CHAT, {"tools": [{"type": "function", "function": {"name": "x", "strict": 1}}]},
+     "tools", "tools[0].function.strict is 1; it should be true or false"),
+    *((MESSAGES, {"tools": [{**FUNCTION, flag: value}]},
+       f"tools[0].{flag} is {value}; it should be true or false")
+      for flag, value in (("strict", 1), ("defer_loading", 0), ("eager_input_streaming", 5))),
+    (MESSAGES, {"messages": [{"role": "user", "content": []}]}, "messages[0].content is empty; it should"),
     (CHAT, {"tools": [{**WEATHER, "strict": True}]}, "tools", "it stands in tools[0].function"),
     (CHAT, {"tools": [{**WEATHER, "more": 1}]}, "tools", 'has "more", which is not a field of a tool'),
     (CHAT, {"messages": [*ASK, {"role": "assistant", "content": "It", "prefix": True}]},
@@ -416,8 +441,8 @@ def test_an_open_request_holds_no_more_than_its_answer_needs(path: str, tmp_path
         raise ApiError("that is all")
 
     api.served.link.generate = generate  # type: ignore[assignment]
-    listed, unshown = ("input", "phase") if path == RESPONSES else ("messages", "unshown")
-    asked = {**GOOD[path], listed: [{**ASK[0], unshown: "x" * (16 << 20)}]}
+    listed = "input" if path == RESPONSES else "messages"
+    asked = {**GOOD[path], listed: [{**ASK[0], "phase": "x" * (16 << 20)}]}
     body = gzip.compress(json.dumps(asked).encode(), 1)
     del asked
     api.call(path, json.dumps(GOOD[path]).encode())  # what the first request loads is no part of it

@@ -42,6 +42,7 @@ IDLE_OF_TOOLS: dict[str, tuple[Any, ...]] = {
     "allowed_callers": (None, ["direct"]),
     "input_examples": (None, []),
 }
+FLAGS_OF_TOOLS = ("defer_loading", "strict", "eager_input_streaming")
 FREE_OF_TOOLS = ("name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming")
 
 
@@ -116,6 +117,7 @@ def messages_of(request: CountTokensRequest) -> tuple[list[dict[str, Any]], list
         add({"role": "system", "content": _texts(request.system, "system")}, "system")
     for n, message in enumerate(request.messages):
         place, role, content = f"messages[{n}]", message.get("role"), message.get("content")
+        check_part(message, ("role", "content"), place, "a message")
         if role == "assistant":
             add(_assistant(content, f"{place}.content"), place)
         elif role == "system":
@@ -130,8 +132,10 @@ def messages_of(request: CountTokensRequest) -> tuple[list[dict[str, Any]], list
                     add({"role": role, "content": texts}, place)
                     texts = []
                 add(_result(block, at), place)
-            if texts or not content:
-                add({"role": role, "content": texts or None}, place)
+            if texts:
+                add({"role": role, "content": texts}, place)
+            elif not content:
+                raise field_error(f"{place}.content", "is empty; it should have at least one block")
         else:
             raise wrong_value(f"{place}.role", role, "user, assistant or system")
     return messages, paths
@@ -208,6 +212,8 @@ def _tools(request: CountTokensRequest) -> Tools:
     tools = []
     for n, tool in enumerate(request.tools or []):
         for key, value in tool.items():
+            if key in FLAGS_OF_TOOLS and not isinstance(value, bool | None):  # 0 and 1 equal them
+                raise wrong_value(f"tools[{n}].{key}", value, "true or false")
             if key not in FREE_OF_TOOLS and value not in IDLE_OF_TOOLS.get(key, (None,)):
                 raise field_error(
                     f"tools[{n}].{key}",

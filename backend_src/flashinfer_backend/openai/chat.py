@@ -355,8 +355,8 @@ def chat(served: ServedModel, request: ChatRequest) -> Answering:
     if request.reasoning_effort is not None:
         add_effort(served, variables, request.reasoning_effort, "reasoning_effort")
     conversation = Conversation(
-        plain_messages(request.messages),
-        read_tools(request.tools, request.tool_choice, request.parallel_tool_calls),
+        plain_messages(request.messages, read=served.read),
+        read_tools(request.tools, request.tool_choice, request.parallel_tool_calls, read=served.read),
         guide_of(request.response_format, request), request.structured_outputs is None, variables,
         request.documents, request.add_generation_prompt is not False, request.continue_final_message,
         request.add_special_tokens,

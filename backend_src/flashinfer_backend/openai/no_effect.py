@@ -5,7 +5,7 @@ A field is accepted where leaving it out could not change what the client gets, 
 any other value. docs/openai.md shows the table.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -48,7 +48,11 @@ OF_PARTS = (
     *("index", "status", "phase", "caller", "async", "async_", "created_by", "toolset_name"),
     # OpenAI's and Anthropic's packages parse texts and arguments, and send the results back with them.
     *("parsed", "parsed_arguments", "parsed_output"),
+    # LiteLLM says the reasoning again, and what else an answer had.
+    *("thinking_blocks", "provider_specific_fields"),
 )
+# Of functions: agno's notes on who runs them.
+OF_FUNCTIONS = ("requires_confirmation", "external_execution", "approval_type")
 
 
 def check_no_effect(body: msgspec.Struct) -> None:
@@ -58,12 +62,16 @@ def check_no_effect(body: msgspec.Struct) -> None:
             check_value(name, getattr(body, name), name)
 
 
-def check_part(part: Mapping[str, Any], fields: Sequence[str], place: str, what: str) -> None:
-    """part: a message's, or an item; fields: those of its kind. Raises ApiError for any other that is not in
-    OF_PARTS."""
+def check_part(
+    part: Mapping[str, Any], fields: Sequence[str], place: str, what: str, read: Collection[str] = ()
+) -> None:
+    """part: a message, or one of its parts, an item, a function or a call. fields: those of its kind. read:
+    further ones that the chat template reads. Raises ApiError for any other that asks for something and is
+    not in OF_PARTS."""
     for name, value in part.items():
-        if value is not None and name not in fields and name not in OF_PARTS:
-            raise field_error(f"{place}.{name[:64]}", f"is not a field of {what}")
+        if value in (None, [], {}) or name in fields or name in OF_PARTS or name in read:
+            continue
+        raise field_error(f"{place}.{name[:64]}", f"is not a field of {what}, which has {', '.join(fields)}")
 
 
 def check_value(name: str, value: Any, place: str) -> None:

@@ -400,6 +400,8 @@ def left_out(tool: Mapping[str, Any]) -> str | None:
 def _offered(tool: Mapping[str, Any], namespace: str | None, place: str) -> Offered:
     custom = tool["type"] == "custom"
     function = {key: value for key, value in tool.items() if key not in ("type", "defer_loading")}
+    if function.get("allowed_callers") == ["direct"]:  # the model, and no code that it wrote
+        del function["allowed_callers"]
     if custom:
         form = function.pop("format", None)
         if unknown := sorted(function.keys() - {"name", "description"}):

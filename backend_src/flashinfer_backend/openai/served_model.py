@@ -70,6 +70,8 @@ class ServedModel:
         template = Path(model.template_file) if model.template_file else None
         self.template = ChatTemplate.load(model.tokenizer_folder, template)
         self.defaults = Defaults() if model.openai_defaults else Defaults.load(model.folder)
+        # Of messages, calls and functions, besides the API's.
+        self.read = self.template.keys if self.template else frozenset[str]()
         sources = (self.template.tool_source, self.template.source) if self.template else ("", "")
         found = model.tool_format, model.reasoning_format
         self.tool_format = choice.detect_tools(sources[0]) if found[0] == "auto" else found[0]

@@ -7,7 +7,7 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +35,10 @@ EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")  # of reasoning, 
 OF_REQUEST = (
     *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
     *("conversations", "chat_template", "return_assistant_tokens_mask"),
+)
+# Of a message; further ones are a template's own.
+OF_MESSAGES = (
+    *("role", "content", "name", "tool_calls", "tool_call_id", "refusal", "reasoning", "reasoning_content"),
 )
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
@@ -72,6 +76,23 @@ class ChatTemplate:
     def reads(self, name: str) -> bool:
         """Whether prompts with tools and without make use of a variable."""
         return all(_uses(name, source) for source in (self.source, self.tool_source))
+
+    @cached_property
+    def keys(self) -> frozenset[str]:
+        """What its text can read of a message, a call or a function: names behind a dot, and all texts. One
+        that shows a whole object as JSON need not name its keys, and such keys are not here."""
+        from jinja2 import Environment, TemplateSyntaxError
+
+        found, before = set[str](), ""
+        for source in (self.source, self.tool_source):
+            with contextlib.suppress(TemplateSyntaxError):  # which rendering tells of
+                for _, kind, text in Environment().lex(source):
+                    if kind == "string":
+                        found.add(text[1:-1])
+                    elif kind == "name" and before == ".":
+                        found.add(text)
+                    before = text if kind != "whitespace" else before
+        return frozenset(found)
 
     @property
     def switch(self) -> str | None:
@@ -172,10 +193,14 @@ class FieldPaths(NamedTuple):
 
 
 def plain_messages(
-    messages: Messages, paths: Sequence[FieldPaths] | None = None, field: str = "messages"
+    messages: Messages,
+    paths: Sequence[FieldPaths] | None = None,
+    field: str = "messages",
+    read: Collection[str] = (),
 ) -> list[dict[str, Any]]:
     """Messages as templates take them: text as one string, arguments of calls as objects. paths: of each
-    message (default: in `messages`). field: the request's that holds them. Raises ApiError."""
+    message (default: in `messages`). field: the request's that holds them. read: keys that the template
+    reads (ChatTemplate.keys), besides the API's. Raises ApiError."""
     if not messages:
         raise field_error(field, "is empty; it should have at least one message")
     left = CONVERSATION.values
@@ -189,7 +214,7 @@ def plain_messages(
             )
     if paths is None:
         paths = [FieldPaths(f"messages[{n}]", f"messages[{n}].content") for n in range(len(messages))]
-    return [_plain_message(message, *path) for message, path in zip(messages, paths, strict=True)]
+    return [_plain_message(message, *path, read) for message, path in zip(messages, paths, strict=True)]
 
 
 def _written_arguments(messages: Messages) -> Iterator[str]:
@@ -201,7 +226,9 @@ def _written_arguments(messages: Messages) -> Iterator[str]:
                 yield function["arguments"]
 
 
-def _plain_message(message: Mapping[str, Any], place: str, content_place: str) -> dict[str, Any]:
+def _plain_message(
+    message: Mapping[str, Any], place: str, content_place: str, read: Collection[str]
+) -> dict[str, Any]:
     role = message.get("role")
     if role not in ROLES:
         raise ApiError(f"{place}.role is {shown(role)}; it should be one of {', '.join(ROLES)}", param=place)
@@ -221,11 +248,13 @@ def _plain_message(message: Mapping[str, Any], place: str, content_place: str) -
     for name in ("audio", "function_call"):
         if plain.pop(name, None):
             raise field_error(f"{place}.{name}", "is not supported")
+    check_part(plain, OF_MESSAGES, place, "a message", read)
     if plain.get("tool_calls"):
         calls = plain["tool_calls"]
         if role != "assistant" or not isinstance(calls, list):
             raise ApiError(f"{place}.tool_calls should be a list, of an assistant", param=place)
-        plain["tool_calls"] = [_plain_call(call, f"{place}.tool_calls[{n}]") for n, call in enumerate(calls)]
+        place = f"{place}.tool_calls"
+        plain["tool_calls"] = [_plain_call(call, f"{place}[{n}]", read) for n, call in enumerate(calls)]
     else:
         plain.pop("tool_calls", None)
     return plain
@@ -257,10 +286,14 @@ def _text(content: Any, place: str) -> str:
     return "\n".join(texts)
 
 
-def _plain_call(call: Any, place: str) -> dict[str, Any]:
+def _plain_call(call: Any, place: str, read: Collection[str]) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise field_error(place, "should hold a function with a name and arguments")
+    if call.get("type") not in (None, "function"):
+        raise wrong_value(f"{place}.type", call["type"], "function")
+    check_part(call, ("id", "function"), place, "a call", read)
+    check_part(function, ("name", "arguments"), f"{place}.function", "a call's function", read)
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
         arguments = _value_of(arguments)

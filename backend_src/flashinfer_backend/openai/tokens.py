@@ -24,8 +24,8 @@ def tokenize(served: ServedModel, request: TokenizeRequest) -> Answering:
     if request.messages is not None:
         field, special = "messages", bool(request.add_special_tokens)
         conversation = Conversation(
-            plain_messages(request.messages),
-            read_tools(request.tools, None, None),
+            plain_messages(request.messages, read=served.read),
+            read_tools(request.tools, None, None, read=served.read),
             variables=request.chat_template_kwargs,
             add_generation_prompt=request.add_generation_prompt is not False,
             continue_final_message=request.continue_final_message,

@@ -4,19 +4,20 @@
 import secrets
 import string
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from flashinfer_backend.core.values import shown
 from flashinfer_backend.openai.errors import ApiError, field_error
-from flashinfer_backend.openai.no_effect import NO_EFFECT
+from flashinfer_backend.openai.no_effect import NO_EFFECT, OF_FUNCTIONS, check_part
 from flashinfer_backend.openai.requests import AllowedChoice, FunctionChoice
 from flashinfer_backend.openai.sampling import NO_GUIDE, Guide, schema_guide
 from flashinfer_backend.openai.strict import forced_guide
 
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 MOST_NAME = 128  # characters of a function's name: as Anthropic's API takes; OpenAI's takes 64
+FIELDS = ("name", "description", "parameters", "strict")  # of a function
 AUTO, NONE, REQUIRED = "auto", "none", "required"
 
 
@@ -59,15 +60,17 @@ def read_tools(
     choice: str | FunctionChoice | AllowedChoice | None,
     parallel: bool | None,
     places: Sequence[str] | None = None,
+    read: Collection[str] = (),
 ) -> Tools:
     """`tools` and `tool_choice` of a request. places: of each tool's name in the request (default: as in a
-    chat). Raises ApiError."""
+    chat). read: fields of functions that the template reads (ChatTemplate.keys), besides the API's. Raises
+    ApiError."""
     if not tools:
         if choice not in (None, NONE, AUTO):
             raise field_error("tool_choice", "is set, but there are no tools")
         return Tools()
     places = places or [f"tools[{n}].function" for n in range(len(tools))]
-    functions = [_function(tool, place) for tool, place in zip(tools, places, strict=True)]
+    functions = [_function(tool, place, read) for tool, place in zip(tools, places, strict=True)]
     names = [function["name"] for function in functions]
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise field_error("tools", f"has two of the name {twice[0]}; rename one")
@@ -97,7 +100,7 @@ def read_tools(
     )
 
 
-def _function(tool: Mapping[str, Any], place: str) -> dict[str, Any]:
+def _function(tool: Mapping[str, Any], place: str, read: Collection[str]) -> dict[str, Any]:
     function, own = tool.get("function"), place.removesuffix(".function")
     if (kind := tool.get("type")) != "function":
         told = f"{own}.type is {shown(kind)}; only functions are supported"
@@ -106,7 +109,7 @@ def _function(tool: Mapping[str, Any], place: str) -> dict[str, Any]:
         told = f"{own}.function is {shown(function)}; it should be an object with a name"
         raise ApiError(told, param="tools")
     if others := sorted(tool.keys() - {"type", "function", *NO_EFFECT}):
-        inner = others[0] in ("name", "description", "parameters", "strict")
+        inner = others[0] in FIELDS
         where = f"; it stands in {place}" if inner else ""
         raise ApiError(f"{own} has {shown(others[0])}, which is not a field of a tool{where}", param="tools")
     name, parameters = function.get("name"), function.get("parameters")
@@ -125,8 +128,12 @@ def _function(tool: Mapping[str, Any], place: str) -> dict[str, Any]:
         raise ApiError(
             f"{place}.strict is {shown(function['strict'])}; it should be true or false", param="tools"
         )
+    if not isinstance(description := function.get("description"), str | None):
+        raise ApiError(f"{place}.description is {shown(description)}; it should be a text", param="tools")
+    check_part(function, FIELDS, place, "a function", {*read, *OF_FUNCTIONS})
     # How strict a call is read is for the server; the model is not told.
-    return {key: value for key, value in function.items() if key != "strict" and value is not None}
+    kept = {*FIELDS, *read} - {"strict", *OF_FUNCTIONS}
+    return {key: value for key, value in function.items() if key in kept and value is not None}
 
 
 def new_call_id(tool_format: str) -> str:
