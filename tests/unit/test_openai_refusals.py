@@ -147,6 +147,8 @@ REFUSED: list[tuple[Any, ...]] = [
     (CHAT, {"messages": [*ASK, {"role": "assistant", "tool_calls": [{}]}]},
      "messages[1].tool_calls[0]", "should hold a function with a name"),
     (CHAT, {"stop": ["a", ""]}, "stop", "holds an empty text"),
+    *((path, {"request_id": name}, "request_id should be 1 to 180 printable ASCII characters without blanks")
+      for path in (CHAT, COMPLETIONS) for name in ("a b", "", "ü", "x" * 181, "a\n")),
     (CHAT, {"audio": {"voice": "x"}}, "audio", "should be left out: only text"),
     (CHAT, {"add_generation_prompt": True, "continue_final_message": True},
      "add_generation_prompt", "should be false or left out with"),
@@ -417,6 +419,24 @@ def test_what_is_wrong_is_named(
 def test_what_another_model_has_is_named(apis: dict[str, Api], model: str, path: str, words: str) -> None:
     status, _, answer = apis[model].call(path, json.dumps(GOOD[path]).encode())
     assert status == 404 and words in answer["error"]["message"]
+
+
+def test_a_byte_that_is_no_text_is_counted_in_the_body(apis: dict[str, Api]) -> None:
+    """Also behind longer characters; half a surrogate is in no text either."""
+    for text in (b"\xff", b"\xed\xa0\x80"):
+        body = '{"messages": [{"role": "user", "content": "ü'.encode()
+        answer = apis[CHAT].call(CHAT, body + text + b'"}]}')[2]
+        assert answer["error"]["message"] == f"the body is not valid JSON: no UTF-8 at byte {len(body)}"
+
+
+def test_errors_have_the_form_of_their_api(apis: dict[str, Api]) -> None:
+    """Also of paths that Anthropic's API has, and this server has not."""
+    for path in ("/v1/messages/batches", "/messages/batches/b_1"):
+        status, headers, answer = apis[MESSAGES].call(path, b"{}")
+        told = {"type": "not_found_error", "message": f"there is no {path}"}
+        assert (status, answer["type"], answer["error"]) == (404, "error", told)
+        assert answer["request_id"] == headers["request-id"]
+    assert "type" not in apis[MESSAGES].call("/v1/messages_of", b"{}")[2]
 
 
 def test_what_a_client_asked_that_has_left_goes_to_no_engine(

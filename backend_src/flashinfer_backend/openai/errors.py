@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors in OpenAI's form, and in Anthropic's on the paths of its API."""
 
+import re
+
 import msgspec
 from starlette.responses import Response
 from starlette.types import Scope
@@ -20,7 +22,7 @@ ANTHROPIC_KINDS = {
     500: "api_error",
     503: "overloaded_error",
 }
-_ANTHROPIC_PATHS = {f"{v}/messages{more}" for v in ("", "/v1") for more in ("", "/count_tokens")}
+_ANTHROPIC_PATHS = re.compile("(/v1)?/messages(/.*)?", re.DOTALL)
 
 
 class ApiError(Exception):
@@ -69,4 +71,4 @@ def wrong_value(place: str, value: object, wanted: str) -> ApiError:
 
 
 def of_anthropic(scope: Scope) -> bool:
-    return scope.get("path") in _ANTHROPIC_PATHS
+    return _ANTHROPIC_PATHS.fullmatch(scope.get("path", "")) is not None

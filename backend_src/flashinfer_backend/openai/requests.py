@@ -40,8 +40,9 @@ Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 Temperature = Annotated[float, Meta(ge=0.0, le=MOST)]
 TopP = Annotated[float, Meta(gt=0.0, le=1.0)]
 TopK = Annotated[int, Meta(ge=-1, le=INT32_MAX)]
-# The answer's id, and a header of it.
+# The answer's id, and a header of it. Its pattern is the only one here: errors have these words instead.
 RequestId = Annotated[str, Meta(pattern=r"^[!-~]{1,180}$(?!\n)")]
+REQUEST_ID = "1 to 180 printable ASCII characters without blanks"
 TopLogProbs = Annotated[int, Meta(ge=0, le=MOST_TOP_LOGPROBS)]
 Factor = Annotated[float, Meta(ge=LEAST, le=MOST)]
 ChoiceWord = Literal["auto", "none", "required"]
@@ -517,7 +518,7 @@ _MISSING = re.compile(r"Object missing required field `(.+?)`(?: - at `\$\.?(.*)
 
 def decode(kind: type[Body], body: bytes) -> Body:
     """A request's body, within its bounds. Raises ApiError that names the field which is wrong."""
-    with _worded(kind):
+    with _worded(kind, body):
         decoded = msgspec.json.decode(bounded(kind, body), type=kind)
     check_items(decoded)
     return decoded
@@ -530,14 +531,21 @@ def convert(kind: type[Body], query: Mapping[str, str]) -> Body:
 
 
 @contextmanager
-def _worded(kind: type[msgspec.Struct]) -> Iterator[None]:
-    """Has msgspec's errors as ApiError."""
+def _worded(kind: type[msgspec.Struct], body: bytes = b"") -> Iterator[None]:
+    """Has msgspec's errors as ApiError. body: what is decoded, if it is JSON."""
     try:
         yield
     except msgspec.ValidationError as error:
         raise _error(kind, str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except msgspec.DecodeError as error:
         raise ApiError(f"the body is not valid JSON: {error}") from None
+    except UnicodeDecodeError as of_text:
+        at = of_text.start
+        try:
+            body.decode()
+        except UnicodeDecodeError as of_body:  # where other errors of JSON count
+            at = of_body.start
+        raise ApiError(f"the body is not valid JSON: no UTF-8 at byte {at}") from None
     except RecursionError:
         raise ApiError("the body's JSON is nested too deeply") from None
 
@@ -551,6 +559,8 @@ def _error(kind: type[msgspec.Struct], text: str) -> ApiError:
         place = _place(found)
         return field_error(place, "is missing", code="missing_required_parameter")
     if found := _WRONG.fullmatch(text):
+        if "matching regex" in found[1]:
+            return field_error(found[2], f"should be {REQUEST_ID}")
         known = _words(kind, found[2]) if found[1].startswith(("Invalid enum", "Invalid value")) else ""
         return ApiError(f"{found[2]}: {found[1]}{known and '; it should be '}{known}", param=found[2])
     return ApiError(text)
