@@ -164,6 +164,25 @@ def test_a_request_that_would_rather_have_another_protocol_is_answered_with_its_
     assert got.count(b"HTTP/1.1 200 ") == 2 and got.count(body) == 2
 
 
+@pytest.mark.parametrize("piece", [1, 100, 1 << 16])
+def test_such_requests_can_stand_anywhere(piece: int) -> None:
+    """Behind others, and behind an empty line, with a body of each kind and with none."""
+    upgrade = b"\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n"
+    chunks, none = b"transfer-encoding: chunked\r\n\r\n4\r\nbody\r\n0\r\n\r\n", b"content-length: 0\r\n\r\n"
+    echo = WHOLE.replace(b"/ ", b"/echo ", 1)
+    begin = echo.partition(b"\r\n")[0] + upgrade
+    sized = echo.replace(b"\r\n", upgrade, 1)
+    sent = [echo, sized, echo, b"\r\n" + sized, begin + chunks, begin + none, begin + b"\r\n", sized, echo]
+    with running() as server, server.connect() as sock:
+        last = WHOLE.replace(b"\r\n", upgrade + b"connection: close\r\n", 1)
+        data = b"".join([*sent, last])
+        for at in range(0, len(data), piece):
+            sock.sendall(data[at : at + piece])
+        got = answer(sock)
+    assert got.count(b"HTTP/1.1 200 ") == len(sent) + 1 and got.count(b"body") == len(sent) - 2
+    assert got.endswith(b"done") and not server.errors
+
+
 def test_such_a_request_can_come_in_pieces() -> None:
     """Each cut of its headers, and a byte at a time."""
     lines = b"x: y\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nX-Upgrade: z\r\n"
@@ -212,7 +231,7 @@ TOO_LONG = "the request's headers have more than 65536 bytes"
         (b"\x16\x03\x01\x02\x00\x01\x00", NO_HTTP),
         (b"GET / HTTP/7.1\r\n\r\n", NO_HTTP),
         (WHOLE[:-4] + b"A" * 9, NO_HTTP),
-        (b"CONNECT x:80 HTTP/1.1\r\n\r\n", NO_PATH),
+        (b"CONNECT x:80 HTTP/1.1\r\n\r\n" + WHOLE, NO_PATH),
         (b"GET /" + b"x" * 65535 + b" HTTP/1.1\r\n\r\n", NO_PATH),
         (b"GET / HTTP/1.1\r\nx: " + b"y" * 65535 + b"\r\n\r\n", TOO_LONG),  # all of it is read at once
     ],
@@ -278,6 +297,14 @@ def test_a_client_that_has_left_is_noticed(half_first: bool) -> None:
             assert sock.recv(4096).startswith(b"HTTP/1.1 100 Continue") and not server.left.is_set()
         sock.close()
         wait_for(server.left.is_set)
+
+
+def test_a_client_of_http_1_0_has_left_with_its_side_alone() -> None:
+    """As nginx, without further settings, says that its client has: nothing can ask whether it still reads."""
+    with running() as server, server.connect(b"GET /leave HTTP/1.0\r\n\r\n") as sock:
+        wait_for(lambda: server.server.server_state.tasks)
+        sock.shutdown(socket.SHUT_WR)
+        assert answer(sock) == b"" and server.left.wait(20)
 
 
 def test_before_its_work_a_request_can_be_asked_whether_its_client_has_left() -> None:

@@ -7,7 +7,6 @@ application.
 from __future__ import annotations
 
 import asyncio
-import re
 import socket
 import struct
 from collections import deque
@@ -43,10 +42,6 @@ MOST_HEADER_BYTES = 1 << 16
 
 # A client's request has this long to follow its connection, however many others come at the same time.
 ARRIVES_S = 0.05
-# Java's client asks for another protocol with every request, h2c, and goes on without. The parser would take
-# the request's body to be of that protocol.
-UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
-UPGRADE_BEGINS = b"\r\nupgrade:"
 # Between two looks whether a client that sends nothing more still reads.
 FIRST_LOOK_S, LOOK_S = 0.1, 1.0
 MOST_OLDEST = 64  # connections of which one makes room: the oldest of which all is read
@@ -227,7 +222,6 @@ class Connection(HttpToolsProtocol):
         self._later: deque[bytes] = deque()  # what has arrived and is not parsed yet
         self._ends_later = False  # behind that, the client sends nothing more
         self._fields = 0  # of the request's headers and trailers
-        self._held = b""  # of the headers: what may be the beginning of one that is left out, or of their end
         self._unanswered = 0  # requests whose headers are there
         self._whole = 0  # of these, those whose bodies are there as well
         self._ended = False  # the client sends nothing more
@@ -314,25 +308,17 @@ class Connection(HttpToolsProtocol):
         return False
 
     def _read(self, data: bytes) -> None:
-        if self._in_headers or not self._arriving:
-            headers, end, rest = (self._held + data).partition(b"\r\n\r\n")
-            whole = len(headers) if end else _held_from(headers)
-            self._held, data = headers[whole:], UPGRADE.sub(b"", headers[:whole]) + end + rest
-            if len(self._held) > MOST_HEADER_BYTES:
-                self._refuse(*TOO_LONG)
-                return
         self._read_bytes = len(data)
         _connection.set(self)
         try:
-            self.parser.feed_data(data)
+            while data:
+                data = self._parse(data)
         except httptools.HttpParserError as error:
             of_callback = isinstance(error, httptools.HttpParserCallbackError)
             self._refuse(*(self._refusal if of_callback else NO_HTTP))
             return
-        except httptools.HttpParserUpgrade:
-            pass  # of a request that came in one piece with the one before
         if self._arriving:
-            self._header_bytes += len(data)
+            self._header_bytes += self._read_bytes
             if self._header_bytes > MOST_HEADER_BYTES:
                 where = "headers" if self._in_headers else "chunks' extensions or trailers"
                 self._refuse(431, f"the request's {where} have more than {MOST_HEADER_BYTES} bytes")
@@ -344,9 +330,26 @@ class Connection(HttpToolsProtocol):
         else:
             self._stop_waiting()
 
+    def _parse(self, data: bytes) -> bytes:
+        """What has to be parsed once more: a request that asks for another protocol, without that. Java's
+        client asks for one, h2c, with every request, and goes on without; the parser takes the body, and all
+        behind it, to be of that protocol. Raises httptools.HttpParserError."""
+        try:
+            self.parser.feed_data(data)
+            return b""
+        except httptools.HttpParserUpgrade as upgrade:
+            method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+            self.parser = httptools.HttpRequestParser(
+                self
+            )  # the other reads nothing behind connection: close
+            line = b"%s %s HTTP/%s" % (method, self.url, version)
+            kept = [b"%s: %s" % field for field in self.headers if field[0] != b"upgrade"]
+            return b"\r\n".join([line, *kept, b"", data[upgrade.args[0] :]])
+
     def eof_received(self) -> bool:  # type: ignore[override]
         """A client may end its own side once its request is whole, and read on. It says the same where it has
-        left; then its system refuses what is sent next."""
+        left; then its system refuses what is sent next. HTTP/1.0 has nothing to send before the answer, and
+        proxies that speak it say in this way that their client has left."""
         self._ends_later = bool(self._later)
         if self._ends_later or self._ended:
             return True
@@ -383,6 +386,11 @@ class Connection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        """Raises OverflowError for CONNECT, whose path is none."""
+        if self.parser.get_method() == b"CONNECT":
+            raise OverflowError
+        if self.parser.should_upgrade():  # it comes once more
+            return
         super().on_headers_complete()
         self._in_headers = False
         self._unanswered += 1
@@ -392,6 +400,8 @@ class Connection(HttpToolsProtocol):
         self._header_bytes = -self._read_bytes
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         super().on_message_complete()
         self._arriving = False
         self._whole += 1
@@ -467,13 +477,3 @@ class Connection(HttpToolsProtocol):
             self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
         self._stop_waiting()
         self.transport.close()
-
-
-def _held_from(headers: bytes) -> int:
-    """Where the end of headers that are not whole begins, if it may become an Upgrade header or the headers'
-    end; else their length."""
-    at = headers.rfind(b"\r\n")
-    begun = headers[at : at + len(UPGRADE_BEGINS)].lower() if at >= 0 else b"-"
-    if UPGRADE_BEGINS.startswith(begun) or b"\r\n\r\n".startswith(begun):
-        return at
-    return len(headers) - headers.endswith(b"\r")
