@@ -148,6 +148,26 @@ def test_a_running_request_can_be_stopped(contract: Server, stop_by: str, watch_
     assert watch_contract.status().requests_active == 0
 
 
+def test_a_stop_request_ends_what_the_ensemble_runs_with_its_id(contract: Server) -> None:
+    """The ensemble itself has no such input, and over HTTP drops it: clients that reach it alone end nothing
+    of others."""
+    chunks: queue.Queue[Any] = queue.Queue()
+    values = {"text_input": PROMPT, "max_tokens": 1900, "end_id": 1 << 20, "stream": True, "id": "shared"}
+    values["return_num_output_tokens"] = True
+    asked = threading.Thread(target=lambda: chunks.put(contract.post(values, stream=True)))
+    before = contract.engine_status().requests_active
+    asked.start()
+    wait_for(lambda: contract.engine_status().requests_active > before)
+    ignored = contract.post({"id": "shared", "text_input": PROMPT, "max_tokens": 2, "stop": True})
+    assert (ignored[0], ignored[1]["finish_reason"]) == (200, "length")
+    assert contract.engine_status().requests_active > before
+    numbers = {"input_ids": 0, "input_lengths": 0, "request_output_len": 0}
+    assert contract.post({"id": "shared", **numbers, "stop": True}, LLM)[0] == 200
+    found = chunks.get(timeout=120)
+    asked.join()
+    assert 0 < sum(chunk["num_output_tokens"] for chunk in found) < 1900
+
+
 def test_a_stop_request_with_an_endless_id_is_refused_and_harms_nobody(contract: Server) -> None:
     ((_, error),) = stream(contract, LLM, [("a" + "é" * 40000, stop_request())])
     assert "the request's id has 40001 characters; it should have at most 4096" in str(error)

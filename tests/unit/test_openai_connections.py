@@ -300,7 +300,7 @@ def test_a_client_that_has_left_is_noticed(half_first: bool) -> None:
 
 
 def test_a_client_of_http_1_0_has_left_with_its_side_alone() -> None:
-    """As nginx, without further settings, says that its client has: nothing can ask whether it still reads."""
+    """As nginx, without further settings, says of its client. Nothing can ask whether it still reads."""
     with running() as server, server.connect(b"GET /leave HTTP/1.0\r\n\r\n") as sock:
         wait_for(lambda: server.server.server_state.tasks)
         sock.shutdown(socket.SHUT_WR)
