@@ -441,13 +441,13 @@ def test_a_templates_own_fields_reach_it() -> None:
         "{% for m in messages %}{% generation %}{{ m.thinking }}{{ m ['recipient'] }}{{ m.get(\"channel\") }}"
         "{% for c in m.tool_calls %}{{ c.note }}{{ c.function.why }}{% endfor %}{% endgeneration %}"
         "{% endfor %}"
-        "{% for t in tools %}{{ t.function.return }}{% endfor %}prose{# m.comment #}{% set variable = 1 %}"
+        "{% for t in tools %}{{ t.function.gives }}{% endfor %}prose{# m.comment #}{% set variable = 1 %}"
     )
     template = ChatTemplate(source, {})
     function = {"name": "f", "arguments": "{}", "why": "4"}
     call = {"id": "c", "function": function, "note": "3"}
     message = {"role": "assistant", "thinking": "0", "recipient": "1", "channel": "2", "tool_calls": [call]}
-    returns = {"type": "function", "function": {"name": "f", "return": "5", "strict": False}}
+    returns = {"type": "function", "function": {"name": "f", "gives": "5", "strict": False}}
     tools = read_tools([returns], None, None, read=template.keys).shown
     messages = plain_messages([message], read=template.keys)
     assert template.render(messages, tools=tools) == "012345prose"
@@ -460,16 +460,11 @@ def test_a_templates_own_fields_reach_it() -> None:
 
 
 def test_what_libraries_note_on_functions_is_not_shown() -> None:
-    """agno's on who runs them."""
-    noted = {
-        "name": "f",
-        "requires_confirmation": True,
-        "external_execution": False,
-        "cache_control": {"a": 1},
-    }
-    assert read_tools([{"type": "function", "function": noted}], None, None).shown == [
-        {"type": "function", "function": {"name": "f"}}
-    ]
+    """agno's on who runs them. What transformers writes of their results is shown."""
+    shown = {"name": "f", "return": {"type": "string"}}
+    noted = {**shown, "requires_confirmation": True, "external_execution": False, "cache_control": {"a": 1}}
+    tools = read_tools([{"type": "function", "function": noted}], None, None)
+    assert tools.shown == [{"type": "function", "function": shown}]
 
 
 def test_allowed_tools_are_all_that_there_are() -> None:

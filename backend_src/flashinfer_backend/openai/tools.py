@@ -17,7 +17,8 @@ from flashinfer_backend.openai.strict import forced_guide
 
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 MOST_NAME = 128  # characters of a function's name: as Anthropic's API takes; OpenAI's takes 64
-FIELDS = ("name", "description", "parameters", "strict")  # of a function
+# Of a function; return: what it gives back, as transformers describes it.
+FIELDS = ("name", "description", "parameters", "strict", "return")
 AUTO, NONE, REQUIRED = "auto", "none", "required"
 
 
