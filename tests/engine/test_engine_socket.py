@@ -128,6 +128,24 @@ def test_a_stub_that_reads_nothing_for_long_loses_nothing(engine: EngineSocket, 
         assert [slow.recv_multipart() for _ in frames] == [[protocol.TOKENS, frame] for frame in frames]
 
 
+def test_text_that_no_message_can_hold_arrives_as_its_escapes(engine: EngineSocket, tmp_path: Path) -> None:
+    pid, half = os.getpid(), "a\udce9\ud800"
+    with zmq.Context.instance().socket(zmq.DEALER) as socket:
+        socket.connect(protocol.socket_address(tmp_path))
+        socket.send(protocol.encode(protocol.Hello(pid)))
+        heard(engine, protocol.Hello)
+        handle = protocol.make_handle(pid, 1)
+        engine.send_failure(protocol.Failure(handle, half, refused=True))
+        engine.send_profiled(protocol.Profiled(handle, [half, "b"], half))
+        engine.send_status(protocol.Status(pid, "cpu", 1, 1, 1, 1, 1, 1, adapters_running=[half]))
+        assert socket.poll(TIMEOUT_S * 1000)
+        bodies = [socket.recv_multipart()[1] for _ in range(3)]
+    escaped = r"a\udce9\ud800"
+    assert protocol.decode_failure(bodies[0]) == protocol.Failure(handle, escaped, refused=True)
+    assert protocol.decode_profiled(bodies[1]) == protocol.Profiled(handle, [escaped, "b"], escaped)
+    assert protocol.decode_status(bodies[2]).adapters_running == [escaped]
+
+
 def test_when_a_step_is_due_what_is_left_comes_with_the_next_call(
     engine: EngineSocket, send: Callable[[protocol.ToEngine], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

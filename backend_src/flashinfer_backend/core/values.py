@@ -97,6 +97,11 @@ class Values:
         return repr(number) if math.isfinite(number) and self.low <= number <= self.high else None
 
 
+def encodable(text: str) -> str:
+    """A text whose halves of surrogate pairs, which UTF-8 has not, are their escapes."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def some(names: Sequence[str]) -> str:
     """The first four, and how many more there are, for an error message."""
     first = ", ".join(names[:4])

@@ -123,13 +123,13 @@ class EngineSocket:
         self._send(pid, parts)
 
     def send_failure(self, failure: protocol.Failure) -> None:
-        self._send(failure.handle >> 32, [protocol.FAILURE, protocol.encode(failure)])
+        self._send(failure.handle >> 32, [protocol.FAILURE, protocol.encode_answer(failure)])
 
     def send_profiled(self, profiled: protocol.Profiled) -> None:
-        self._send(profiled.handle >> 32, [protocol.PROFILED, protocol.encode(profiled)])
+        self._send(profiled.handle >> 32, [protocol.PROFILED, protocol.encode_answer(profiled)])
 
     def send_status(self, status: protocol.Status) -> None:
-        body = protocol.encode(status)
+        body = protocol.encode_answer(status)
         for pid in self._identity:
             self._send(pid, [protocol.STATUS, body])
 

@@ -27,6 +27,7 @@ import msgspec
 import numpy as np
 
 from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.core.values import encodable
 
 TOKENS = b"T"
 FAILURE = b"F"
@@ -221,6 +222,21 @@ decode_profiled = msgspec.msgpack.Decoder(Profiled).decode
 decode_status = msgspec.msgpack.Decoder(Status).decode
 _decode_reports = msgspec.msgpack.Decoder(list[RowReport]).decode
 _FOLLOWS = memoryview(b"")  # in the place of context logits, which have their own frame
+
+
+def encode_answer(message: Failure | Profiled | Status) -> bytes:
+    """Text that UTF-8 has not, of a client or of a folder's name, must not end the engine."""
+    try:
+        return encode(message)
+    except UnicodeEncodeError:
+        fields = {name: _encodable(getattr(message, name)) for name in message.__struct_fields__}
+        return encode(msgspec.structs.replace(message, **fields))
+
+
+def _encodable(value: object) -> object:
+    if isinstance(value, list):
+        return [_encodable(each) for each in value]
+    return encodable(value) if isinstance(value, str) else value
 
 
 def pack_tokens(local_ids: np.ndarray, tokens: np.ndarray, codes: np.ndarray) -> bytes:

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Collection
 
+from flashinfer_backend.core.values import encodable
 from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, Event
 
 _STRUCTURE = re.compile(r'["{}\[\]]')
@@ -213,4 +214,4 @@ def _loads(text: str) -> object:
     except (ValueError, RecursionError):
         return None
     # Half a surrogate pair, which no answer can hold, stays the escape that the model wrote.
-    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
+    return encodable(value) if isinstance(value, str) else value
