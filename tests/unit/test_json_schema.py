@@ -7,14 +7,21 @@ import ipaddress
 import json
 import random
 import sys
+import time
 from typing import Any
 
 import jsonschema
 import pytest
 
 from flashinfer_backend.core.bounds import GRAMMAR
+from flashinfer_backend.structured.compiler import lark_source
 from flashinfer_backend.structured.grammar import GrammarError
-from flashinfer_backend.structured.json_schema import FORMAT_PATTERNS, NATIVE_FORMATS, checked_schema
+from flashinfer_backend.structured.json_schema import (
+    FORMAT_PATTERNS,
+    NATIVE_FORMATS,
+    checked_schema,
+    parse_schema,
+)
 from unit.grammars import END, admits, allowed, matcher
 
 X = {"const": "x"}
@@ -166,6 +173,11 @@ REFUSED: list[tuple[Any, str, str]] = [
     ({"$ref": "b", "$defs": {"b": {}}}, "$ref 'b' is not supported", "#"),
     ({"$ref": 1}, "$ref '1' is not supported", "#"),
     ({"properties": {"a": {"$ref": "#/$defs/b"}}}, "$ref '#/$defs/b' names nothing", "#/properties/a"),
+    *(
+        ({"anyOf": [X, NUMBERS], "properties": {"a": {"$ref": f"#/anyOf/{index}"}}}, "names nothing",
+         "#/properties/a")
+        for index in ("-1", "01", "+1", "%201", "1_0", "\u0661", "2", "1" * 5000, "")
+    ),
     ({"$ref": "#anchor", "$defs": {"a": {"$anchor": "anchor"}}}, "$ref '#anchor'", "#"),
     ({"items": {"$id": "http://a", "type": "integer"}}, "'$id'", "#/items"),
     ({"type": "string", "format": []}, "the format is not a string", "#"),
@@ -205,6 +217,143 @@ REFUSED: list[tuple[Any, str, str]] = [
     ({"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}}, "leads back to itself", "#"),
     ({"properties": {str(n): {} for n in range(30)}, "minProperties": 2}, "min/maxProperties only", ""),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        (r'{"type": "\ud800"}', "#/type"),
+        (r'{"minimum": "\ud800"}', "#/minimum"),
+        (r'{"properties": {"a": {"minLength": "a\ud800b"}}}', "#/properties/a/minLength"),
+        (r'{"properties": {"\ud800": 5}}', "#/properties"),
+        (r'{"$defs": {"\udfff": {"not": {}}}, "$ref": "#/$defs/a"}', "#/$defs"),
+        (r'{"type": "string", "pattern": "[\udc00-a]"}', "#/pattern"),
+        (r'{"items": {"anyOf": [{}, {"enum": [1, ["\ude00\ud83d"]]}]}}', "#/items/anyOf/1/enum/1/0"),
+    ],
+)
+def test_half_a_character_is_refused_by_name_and_place(text, place):
+    with pytest.raises(
+        GrammarError, match=r"u(d800|dfff|dc00|de00) is half .* the character itself"
+    ) as refused:
+        parse_schema(text)
+    assert str(refused.value).isascii() and f"(at {place}" in str(refused.value)
+    assert parse_schema(r'{"const": "\ud83d\ude00"}') == {"const": "😀"}
+
+
+def chained(names: int, options: int, links: int) -> Any:
+    """Options that are one object, whose properties are the same chain of $ref."""
+    chain = {f"c{i}": {"$ref": f"#/d/c{i + 1}"} for i in range(links)}
+    properties = {str(i): {"$ref": "#/d/c0"} for i in range(names)}
+    d = {**chain, f"c{links}": NUMBERS, "0": {"type": "object", "properties": properties}}
+    return {"oneOf": [{"$ref": "#/d/0"}] * options, "d": d}
+
+
+def spelt(count: int, node: Any) -> Any:
+    """A schema that $ref names in different ways."""
+    names = ["".join("%64" if i >> k & 1 else "d" for k in range(13)) for i in range(count)]
+    return {"prefixItems": [{"$ref": f"#/{name}"} for name in names], "d" * 13: node}
+
+
+def nested_words(levels: int) -> Any:
+    """Each level has the next one four times."""
+    inner: Any = {}
+    for _ in range(levels):
+        inner = {"patternProperties": {"^[abcd]$": inner}}
+    return {"allOf": [inner, {}]}
+
+
+NAMES = [str(i) for i in range(4000)]
+SLOW = {  # to check, if work that they ask for again is done again
+    "names of options": chained(6000, 6000, 58),
+    "long chains": {
+        "properties": {name: {"$ref": "#/d/0"} for name in NAMES},
+        "required": NAMES,
+        "d": {str(i): {"$ref": f"#/d/{i + 1}"} for i in range(5000)} | {"5000": NUMBERS},
+    },
+    "an enum of options": {"oneOf": [{"$ref": "#/d"}] * 2000, "d": {"enum": [1] * 20_000}},
+    "an enum of names": {
+        "oneOf": [{"$ref": "#/d"}] * 2,
+        "e": {"enum": list(range(15_000))},
+        "d": {"type": "object", "properties": {name: {"$ref": "#/e"} for name in NAMES}},
+    },
+    "long pointers": {
+        "oneOf": [{"$ref": "#/e"}] * 8000,
+        "e": {"$ref": "#/d" + "/not" * 900},
+        "d": json.loads('{"not":' * 900 + '{"enum":[1]}' + "}" * 900),
+    },
+    "lists of allOf": {
+        "prefixItems": [{"$ref": "#/d"}] * 5000,
+        "d": {"allOf": [{"$ref": "#/e"}] * 8000},
+        "e": {},
+    },
+    "names within names": nested_words(11),
+    "patterns of names": {
+        "allOf": [
+            {
+                "prefixItems": [
+                    {"patternProperties": {f"^(a{{0,90}}|b{{0,90}}){i}$": {}}} for i in range(4000)
+                ]
+            },
+            {},
+        ]
+    },
+    "bounds": {
+        "allOf": [
+            {"additionalProperties": {"anyOf": [{"minimum": i} for i in range(5000)]}},
+            {"properties": {name: {"minimum": 1} for name in NAMES}},
+        ],
+        "required": NAMES,
+    },
+    **{
+        f"spellings of {next(iter(node))}": spelt(990, node)
+        for node in (
+            {"enum": list(range(10_000))},
+            {"const": "x" * 150_000},
+            {"required": NAMES},
+            {"type": ["string"] * 10_000},
+            {"pattern": "a" * 16_000},
+            {"x-other": 1, **dict.fromkeys(NAMES, 1)},
+            {"propertyNames": {"enum": ["a"] * 3000}},
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("schema", SLOW.values(), ids=SLOW.keys())
+def test_no_schema_takes_long_to_check(schema):
+    text = json.dumps(schema, separators=(",", ":"))
+    assert len(text) <= GRAMMAR.characters
+    began = time.thread_time()
+    try:
+        lark_source("json_schema", text)
+    except GrammarError as error:
+        assert len(str(error)) < 300
+    assert time.thread_time() - began < 2, "which docs/notes/guides.md promises"
+
+
+def test_what_a_pattern_of_few_names_copies_is_counted():
+    """Here the smallest schema stands 4^11 times, which takes gigabytes to write."""
+    assert checked_schema(nested_words(3))
+    with pytest.raises(GrammarError, match="it is too large at #/allOf/0/patternProperties"):
+        checked_schema(nested_words(11))
+
+
+def test_large_schemas_are_taken():
+    """Each names many times what is there once."""
+    option = {"properties": {f"p{i}": {"$ref": "#/$defs/text"} for i in range(20)}}
+    options = [
+        {
+            "type": "object",
+            "properties": {"kind": {"const": f"k{i}"}, **option["properties"]},
+            "required": ["kind"],
+        }
+        for i in range(200)
+    ]
+    schema = {"oneOf": options, "$defs": {"text": {"enum": [f"text {i}" for i in range(500)]}}}
+    assert admits(compiled(schema), '{"kind":"k199","p3":"text 499"}')
+    assert checked_schema({"prefixItems": [{"$ref": "#/$defs/text"}] * 9000, "$defs": schema["$defs"]})
+    chain = {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(900)}
+    assert checked_schema({"prefixItems": [{"$ref": "#/$defs/0"}] * 5000, "$defs": {**chain, "900": NUMBERS}})
 
 
 SEPARATE = [  # values that no two of the combined schemas speak of

@@ -81,7 +81,7 @@ class GrammarBounds:
     (docs/notes/guides.md)."""
 
     characters: int = 262_144
-    written: int = 524_288  # characters of the Lark grammar that it becomes
+    written: int = 524_288  # characters of the Lark grammar that it becomes, and steps to check its schemas
     ebnf_characters: int = 65_536
     rules: int = 500  # of EBNF; the library's own recursion ends the process beyond 2000 in a chain
     regex_characters: int = 16_384  # the first mask of a text of 20 000 characters takes 30 ms

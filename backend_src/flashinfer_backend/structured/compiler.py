@@ -11,6 +11,7 @@ from typing import Any
 from flashinfer_backend.core.bounds import GRAMMAR
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.sampling_params import CALLS_GUIDE, CHOICE_GUIDE, CONTENT, GRAMMAR_TYPES
+from flashinfer_backend.core.values import encodable
 from flashinfer_backend.structured.ebnf import lark_grammar
 from flashinfer_backend.structured.grammar import Grammar, GrammarError, matcher_error
 from flashinfer_backend.structured.json_schema import SchemaChecks, checked_schema, parse_schema
@@ -100,7 +101,7 @@ class GrammarCompiler:
         refusal = f"guided_decoding_guide is not a valid {grammar_type}: {{}}"
         try:
             if grammar_type == CALLS_GUIDE:
-                guide = json.loads(text)
+                guide = parse_schema(text)
                 special, refusal = guide["special_tokens"], guide["refusal"]
                 source = _calls(guide["lark"], guide["schemas"], guide["functions"])
             else:
@@ -113,7 +114,7 @@ class GrammarCompiler:
             matcher = make_matcher(tokenizer, source, self._states)
             return Grammar(matcher, tokenizer, end_id, self._vocab_size)
         except GrammarError as error:
-            reason = str(error)
+            reason = encodable(str(error))
             if len(reason) > MOST_REASON:
                 reason = reason[: MOST_REASON - 3] + "..."
             raise GrammarError(refusal.format(reason)) from error
@@ -152,7 +153,7 @@ def lark_source(grammar_type: str, text: str) -> str:
 def _calls(lark: str, schemas: list[Any], functions: dict[str, Any]) -> str:
     """The Lark grammar of openai/strict.py with its schemas. In these {"function": name, "at": pointer} is
     a part of a function's parameters, or of the content's schema, whose name is CONTENT."""
-    checks: SchemaChecks
+    checks = SchemaChecks()
 
     def filled(node: Any) -> Any:
         if isinstance(node, list):
@@ -170,7 +171,7 @@ def _calls(lark: str, schemas: list[Any], functions: dict[str, Any]) -> str:
 
     written = []
     for schema in schemas:
-        checks = SchemaChecks()
+        checks = SchemaChecks(checks.steps)
         document = filled(schema)
         if not isinstance(document, dict):
             document = {"not": {}}  # false: llguidance says what no value satisfies

@@ -11,7 +11,8 @@ import json
 import math
 import re
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, ClassVar
 from urllib.parse import unquote
@@ -21,8 +22,11 @@ from flashinfer_backend.structured.grammar import GrammarError
 from flashinfer_backend.structured.regex import few_words, rust_regex
 
 ITEM_LIMIT_COST = 6  # subschemas that a limit of items counts for: 2900 took 3.4 s and 481 MB
+CHECK_COST = 10  # steps to check a subschema: some 20 us
+WORDS_COST = 500  # to look for the names that a pattern has: up to 1 ms
 CONTAINER_COST = 5  # and a list or object in a constant: 6000 took 1.5 s, and no mask has room for 2000
 EXACT = 2**53 - 1  # llguidance rounds larger numbers, and ends the process with -2^63
+TOO_DEEP = f"it is nested too deeply; at most {GRAMMAR.nesting} subschemas in each other"
 TOO_LARGE = "it has a number that is too large; write it as a string, or use one up to 2^53"
 DIGITS = "give at most 15, all of them within 15 places behind the point"
 NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -47,7 +51,8 @@ PARTS = ("allOf", "anyOf", "oneOf", "$ref")
 OBJECT = ("properties", "patternProperties", "additionalProperties", "required")
 NAMING = {"type", "properties", "required", "title", "description"}  # say at most which properties there are
 COMBINED = ("allOf", "anyOf", "oneOf", "$ref", "enum", "const")  # that say what type a value has
-VALUES = ("type", "enum", "const", *NUMBERS, *COUNTS)  # keywords that hold no schemas and stay as they are
+# Keywords that hold no schemas, or none that is checked as one.
+KEPT = ("type", "enum", "const", *NUMBERS, *COUNTS, "format", "required", "propertyNames")
 NATIVE_FORMATS = ("duration", "email", "hostname", "time", "uri", "uuid", "ipv4")
 REFUSED_FORMATS = (
     "idn-email",
@@ -84,23 +89,43 @@ FORMAT_PATTERNS = {  # of formats that llguidance has not, or has with a 29 Febr
     "relative-json-pointer": f"^(0|[1-9][0-9]*)(#|{_POINTER})$",
 }
 
+HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair
+INDEX = re.compile("0|[1-9][0-9]*")  # of an element, as RFC 6901 has it
+
 Schema = dict[str, Any]
 
 
 def parse_schema(text: str) -> Any:
     """The JSON of a schema. Raises GrammarError."""
     try:
-        return json.loads(text, parse_int=_checked_int, parse_constant=_refuse_constant)
+        schema = json.loads(text, parse_int=_checked_int, parse_constant=_refuse_constant)
+        json.dumps(schema, ensure_ascii=False).encode()
+        return schema
     except RecursionError:
-        raise GrammarError(
-            f"it is nested too deeply; at most {GRAMMAR.nesting} subschemas in each other"
-        ) from None
+        raise GrammarError(TOO_DEEP) from None
+    except UnicodeEncodeError:
+        raise _half_a_pair(schema) from None
     except GrammarError:
         raise
     except json.JSONDecodeError as error:
         raise GrammarError(f"Failed to parse JSON: {error}") from None
     except (ValueError, OverflowError):
         raise GrammarError(TOO_LARGE) from None
+
+
+def _half_a_pair(root: Any) -> GrammarError:
+    """What is wrong with a schema that has half of a surrogate pair somewhere."""
+    pending: list[tuple[str, Any]] = [("#", root)]
+    while True:
+        path, node = pending.pop()
+        texts = [node] if isinstance(node, str) else node if isinstance(node, dict) else ()
+        if found := next(filter(None, map(HALF.search, texts)), None):
+            half = f"\\u{ord(found[0]):04x} is half of a surrogate pair, which is no character"
+            return _refused(path, half, "write the character itself")
+        children = (
+            node.items() if isinstance(node, dict) else enumerate(node if isinstance(node, list) else ())
+        )
+        pending += [(_short(f"{path}/{name}"), child) for name, child in children]
 
 
 def _checked_int(text: str) -> int:
@@ -130,8 +155,8 @@ class _Value:
     patterns: int = 0
     constants: int = 0
     # The rounded bounds on one side, and the exclusive ones on the other.
-    above: tuple[frozenset[float], frozenset[float]] = (frozenset(), frozenset())
-    below: tuple[frozenset[float], frozenset[float]] = (frozenset(), frozenset())
+    above: tuple[set[float], set[float]] = field(default_factory=lambda: (set(), set()))
+    below: tuple[set[float], set[float]] = field(default_factory=lambda: (set(), set()))
 
     @classmethod
     def of(cls, checked: Schema, path: str) -> _Value:
@@ -141,9 +166,9 @@ class _Value:
             (("maximum", "exclusiveMaximum"), "exclusiveMinimum", math.floor),
             (("minimum", "exclusiveMinimum"), "exclusiveMaximum", math.ceil),
         ):
-            rounded = frozenset(whole(checked[keyword]) for keyword in other if keyword in checked)
+            rounded = {whole(checked[keyword]) for keyword in other if keyword in checked}
             strict = exclusive in checked and checked.get("type") != "integer"
-            limits.append((rounded, frozenset([checked[exclusive]] if strict else [])))
+            limits.append((rounded, {checked[exclusive]} if strict else set()))
         return cls(
             path,
             max(1, int(checked.get("multipleOf", 1))),
@@ -152,50 +177,54 @@ class _Value:
             *limits,
         )
 
-    def __add__(self, other: _Value) -> _Value:
-        return _Value(
-            other.path or self.path,
-            # Beyond the bound it is too large already.
-            math.lcm(min(self.multiple, GRAMMAR.multiple_of + 1), other.multiple),
-            self.patterns + other.patterns,
-            self.constants + other.constants,
-            (self.above[0] | other.above[0], self.above[1] | other.above[1]),
-            (self.below[0] | other.below[0], self.below[1] | other.below[1]),
-        )
+    def add(self, other: _Value) -> None:
+        self.path = other.path or self.path
+        # Beyond the bound it is too large already.
+        self.multiple = math.lcm(min(self.multiple, GRAMMAR.multiple_of + 1), other.multiple)
+        self.patterns += other.patterns
+        self.constants += other.constants
+        for mine, others in zip(self.above + self.below, other.above + other.below, strict=True):
+            mine |= others
 
-    def check(self) -> None:
-        """Raises GrammarError."""
-        if self.multiple > GRAMMAR.multiple_of:
+    def check(self, general: _Value) -> None:
+        """What is said of it, and what `general` says of it as well. Raises GrammarError."""
+        path = self.path or general.path
+        patterns, constants = self.patterns + general.patterns, self.constants + general.constants
+        if math.lcm(min(general.multiple, GRAMMAR.multiple_of + 1), self.multiple) > GRAMMAR.multiple_of:
             raise _refused(
-                self.path,
+                path,
                 "the least common multiple of 'multipleOf' in combined schemas is above"
                 f" {GRAMMAR.multiple_of}",
                 "lower them",
             )
-        if self.patterns > GRAMMAR.patterns:
+        if patterns > GRAMMAR.patterns:
+            raise _refused(path, f"combined schemas have more than {GRAMMAR.patterns} patterns", "join them")
+        if patterns * constants > GRAMMAR.tested:
             raise _refused(
-                self.path, f"combined schemas have more than {GRAMMAR.patterns} patterns", "join them"
-            )
-        if self.patterns * self.constants > GRAMMAR.tested:
-            raise _refused(
-                self.path,
-                f"{self.patterns} patterns are for {self.constants} values of 'enum', more than"
-                f" {GRAMMAR.tested} tests",
+                path,
+                f"{patterns} patterns are for {constants} values of 'enum', more than {GRAMMAR.tested} tests",
                 "drop the patterns or the values that do not match",
             )
-        for exclusive, limits in (("exclusiveMinimum", self.above), ("exclusiveMaximum", self.below)):
-            if limits[0] & limits[1]:
+        for exclusive, (rounded, strict), (others, other_strict) in (
+            ("exclusiveMinimum", self.above, general.above),
+            ("exclusiveMaximum", self.below, general.below),
+        ):
+            if rounded & strict or rounded & other_strict or others & strict:
                 raise _refused(
-                    self.path,
+                    path,
                     f"{exclusive!r} with a range below 1 in combined schemas is not supported",
                     "give a bound that is not whole",
                 )
 
 
 class SchemaChecks:
-    """Checks schemas that become parts of one document: what $ref names in them goes to its `definitions`."""
+    """Checks schemas that become parts of one document: what $ref names in them goes to its `definitions`.
+    `steps` bounds the time of that: all that grows with a schema, or with what it says twice, takes some, of
+    at most 2 us each. The characters that are written do, so it also bounds these."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps: int = GRAMMAR.written) -> None:
+        """steps: those that are left, of a guide with several documents."""
+        self.steps = steps
         self.definitions: Schema = {}
         self.named = 0
         self.multiples = 0.0  # the sum of all multipleOf
@@ -207,15 +236,19 @@ class SchemaChecks:
 
     def check(self, root: Any, at: str = "#") -> Any:
         """The subschema that the pointer `at` names. Raises GrammarError as checked_schema does."""
-        checked = _Root(self, root).check(at)
+        try:
+            checked = _Root(self, root).check(at)
+        except RecursionError:
+            raise GrammarError(TOO_DEEP) from None
+        general = self._values[""]
         for value in self._values.values():
-            (self._values[""] + value if value is not self._values[""] else value).check()
+            value.check(_Value() if value is general else general)
         return checked
 
     def combine(self, checked: Schema, path: str, value: str) -> None:
         """Note a schema that may speak of the same value as others."""
         if not checked.keys().isdisjoint(_Value.keywords):
-            self._values[value] = self._values.get(value, _Value()) + _Value.of(checked, path)
+            self._values.setdefault(value, _Value()).add(_Value.of(checked, path))
 
     def deepen(self, levels: int, pointer: str) -> None:
         """Count the levels of what $ref names."""
@@ -225,7 +258,18 @@ class SchemaChecks:
                 pointer, f"what $ref names has more than {GRAMMAR.levels} levels together", "use fewer"
             )
 
+    def take(self, path: str, steps: int) -> None:
+        """Count steps."""
+        self.steps -= steps
+        if self.steps < 0:
+            raise GrammarError(
+                f"it is too large at {_short(path)}: with what $ref names, a schema should take at most"
+                f" {GRAMMAR.written} steps to check, one for each character, keyword and $ref"
+            )
+
     def spend(self, path: str, depth: int, subschemas: int = 1) -> None:
+        """Count subschemas."""
+        self.take(path, CHECK_COST * subschemas)
         self._left -= subschemas
         if self._left < 0 or depth > GRAMMAR.nesting:
             raise GrammarError(
@@ -237,6 +281,8 @@ class SchemaChecks:
 class _Root:
     def __init__(self, checks: SchemaChecks, root: Any) -> None:
         self._checks, self._root = checks, root
+        self._named: dict[str, Any] = {}  # by pointer
+        self._ending: set[str] = set()  # pointers whose schemas are not themselves by allOf or $ref alone
         self._names: dict[tuple[str, bool], str] = {}  # of definitions, by pointer and whether it is merged
         self._pending: list[tuple[str, bool]] = []
         self._deepest = 0  # level of the schema at work
@@ -254,6 +300,7 @@ class _Root:
     def _schema(self, node: Any, path: str, depth: int, merged: bool = False, value_of: str = "") -> Any:
         """merged: other schemas speak of the same value, whose properties may be theirs. value_of: which
         value, as SchemaChecks.combine has it."""
+        path = _short(path)  # else long names take the time to copy them for each subschema
         self._checks.spend(path, depth)
         self._deepest = max(self._deepest, depth)
         if isinstance(node, bool):
@@ -262,6 +309,7 @@ class _Root:
             raise _refused(path, f"a schema is {type(node).__name__}", "it should be an object or a boolean")
         if "$id" in node and path != "#":
             raise _refused(path, "'$id' below the top, which changes what $ref means, is not supported")
+        self._checks.take(path, len(node))
         node = _without_vacuous(node)
         for keyword in PARTS[:3]:
             if keyword in node and not (isinstance(node[keyword], list) and node[keyword]):
@@ -277,8 +325,11 @@ class _Root:
         checked: Schema = {}
         for keyword, value in node.items():  # in their order, which properties of several parts have
             below = f"{path}/{keyword}"
-            if keyword in VALUES:
+            if keyword in KEPT:
+                self._checks.take(path, len(json.dumps(value)))
                 checked[keyword] = value
+            elif keyword == "pattern":
+                checked[keyword] = self._pattern(value, below)
             elif keyword == "$ref":
                 checked[keyword] = f"#/$defs/{self._name(value, path, apart)}"
             elif keyword in ("allOf", "anyOf", "oneOf", "prefixItems") or (
@@ -293,6 +344,7 @@ class _Root:
             elif keyword in ("properties", "patternProperties"):
                 if not isinstance(value, dict):
                     raise _refused(path, f"{keyword!r} is not an object", "it should be one")
+                self._checks.take(path, sum(map(len, value)))
                 checked[keyword] = {
                     n: self._schema(
                         v, f"{below}/{n}", depth + 1, merged, f"/{n}" if keyword == "properties" else ""
@@ -302,13 +354,11 @@ class _Root:
             elif keyword in ("items", "additionalItems", "additionalProperties"):
                 of = "" if keyword == "additionalProperties" else "[]"
                 checked[keyword] = self._schema(value, below, depth + 1, merged, of)
-            elif keyword in ("pattern", "format", "required", "propertyNames"):
-                checked[keyword] = value
         self._checks.spend(path, depth, CONTAINER_COST * _check_values(checked, path))
         if merged:
             self._checks.combine(checked, path, value_of)
         else:
-            _Value.of(checked, path).check()
+            _Value.of(checked, path).check(_Value())
         self._checks.multiples += checked.get("multipleOf", 0)
         if self._checks.multiples > 2 * GRAMMAR.multiple_of:
             raise _refused(
@@ -318,36 +368,44 @@ class _Root:
         self._checks.spend(path, depth, pairs)
         if max(checked.get("minItems", 0), checked.get("maxItems", 0)) > 1:
             self._checks.spend(path, depth, ITEM_LIMIT_COST)
-        if "pattern" in checked:
-            checked["pattern"] = _pattern(checked["pattern"], f"{path}/pattern")
-        _check_format(checked, path)
+        self._checks.take(path, len(_check_format(checked, path)))
         if not merged:
             _close(checked)
-        _check_object(checked, path, merged)
+        self._check_object(checked, path, merged)
         if "oneOf" in checked:
             self._check_one_of(node["oneOf"], checked, path)
         _add_type(checked)
         return checked
 
     def _name(self, pointer: Any, path: str, merged: bool) -> str:
-        target, seen = self._resolve(pointer, path), {pointer}
-        # Schemas that are one another by allOf or $ref alone have no end.
-        stack = [target]
-        while stack:
-            node = stack.pop()
-            parts = node.get("allOf") if isinstance(node, dict) else None
-            for part in [node, *(parts if isinstance(parts, list) else [])]:
-                further = part.get("$ref") if isinstance(part, dict) else None
-                if further == pointer:
-                    raise _refused(path, f"$ref {_short(str(pointer))!r} leads back to itself")
-                if isinstance(further, str) and further not in seen:
-                    seen.add(further)
-                    stack.append(self._resolve(further, path))
+        self._resolve(pointer, path)
+        self._check_end(pointer, path)
         if (pointer, merged) not in self._names:
             self._checks.named += 1
             self._names[pointer, merged] = f"d{self._checks.named}"
             self._pending.append((pointer, merged))
         return self._names[pointer, merged]
+
+    def _check_end(self, pointer: str, path: str) -> None:
+        """Schemas that are one another by allOf or $ref alone have no end."""
+        entered: set[str] = set()
+        pending = [(pointer, False)]
+        while pending:
+            pointer, left = pending.pop()
+            if left:
+                entered.remove(pointer)
+                self._ending.add(pointer)
+            elif pointer in entered:
+                raise _refused(path, f"$ref {_short(pointer)!r} leads back to itself")
+            elif pointer not in self._ending:
+                entered.add(pointer)
+                pending.append((pointer, True))
+                node = self._resolve(pointer, path)
+                parts = node.get("allOf") if isinstance(node, dict) else None
+                parts = [node, *(parts if isinstance(parts, list) else [])]
+                self._checks.take(path, len(parts))
+                further = [part.get("$ref") for part in parts if isinstance(part, dict)]
+                pending += [(each, False) for each in further if isinstance(each, str)]
 
     def _resolve(self, pointer: Any, path: str) -> Any:
         if not isinstance(pointer, str) or not (pointer == "#" or pointer.startswith("#/")):
@@ -356,31 +414,34 @@ class _Root:
                 f"$ref {_short(str(pointer))!r} is not supported",
                 "it should begin with #/ and name a part of the schema itself",
             )
-        target = self._root
-        for part in pointer.split("/")[1:]:
-            part = unquote(part).replace("~1", "/").replace("~0", "~")
-            try:
-                target = target[int(part)] if isinstance(target, list) else target[part]
-            except (KeyError, ValueError, IndexError, TypeError):
-                raise _refused(
-                    path,
-                    f"$ref {_short(pointer)!r} names nothing",
-                    "it should name a part of the schema itself",
-                ) from None
-        return target
+        if pointer not in self._named:
+            target = self._root
+            for part in pointer.split("/")[1:]:
+                part = unquote(part).replace("~1", "/").replace("~0", "~")
+                try:
+                    at = int(part) if isinstance(target, list) and INDEX.fullmatch(part) else part
+                    target = target[at]
+                except (KeyError, ValueError, IndexError, TypeError):
+                    raise _refused(
+                        path,
+                        f"$ref {_short(pointer)!r} names nothing",
+                        "it should name a part of the schema itself",
+                    ) from None
+            self._named[pointer] = target
+        return self._named[pointer]
 
     def _check_one_of(self, options: list[Any], checked: Schema, path: str) -> None:
         """oneOf becomes anyOf where no value satisfies two options: each has a constant of its own, or in a
         property that all of them have; or another type."""
         flats = [self._target(option, path) for option in options]
-        constants = [_constants(flat) for flat in flats]
-        apart = _all_apart(constants) or _all_apart(
-            [_types(f, c) for f, c in zip(flats, constants, strict=True)]
+        apart = _all_apart(self._constants(flats, path)) or _all_apart(
+            _types(flat, constants)
+            for flat, constants in zip(flats, self._constants(flats, path), strict=True)
         )
         if not apart and all(flat.get("type") == "object" for flat in flats):
             for name in _properties(flats[0]):
-                told = [_constants(self._target(_properties(f).get(name), path)) for f in flats]
-                if not _all_apart(told):
+                named = (self._target(_properties(flat).get(name), path) for flat in flats)
+                if not _all_apart(self._constants(named, path)):
                     continue
                 for option in checked["oneOf"]:
                     option["required"] = [*option.get("required", ()), name]
@@ -397,12 +458,69 @@ class _Root:
         else:
             checked["anyOf"] = checked.pop("oneOf")
 
+    def _constants(self, flats: Iterable[Schema], path: str) -> Iterator[list[Any] | None]:
+        """The values of each schema that names them."""
+        for flat in flats:
+            values = [flat["const"]] if "const" in flat else flat.get("enum")
+            self._checks.take(path, len(json.dumps(values)))
+            yield values if isinstance(values, list) else None
+
     def _target(self, node: Any, path: str) -> Schema:
         for _ in range(GRAMMAR.nesting):
+            self._checks.take(path, 1)
             if not isinstance(node, dict) or set(node) & {"$ref"} == set():
                 break
             node = self._resolve(node["$ref"], path)
         return node if isinstance(node, dict) else {}
+
+    def _pattern(self, pattern: Any, path: str) -> str:
+        if not isinstance(pattern, str):
+            raise _refused(path, "the pattern is not a string", "it should be one")
+        try:
+            written = rust_regex(pattern)
+        except GrammarError as error:
+            raise GrammarError(f"{error} (at {_short(path)})") from None
+        self._checks.take(path, len(written))
+        return written
+
+    def _check_object(self, checked: Schema, path: str, merged: bool) -> None:
+        required, properties = checked.get("required", []), checked.get("properties", {})
+        optional = len(properties.keys() - set(required))
+        if optional > GRAMMAR.optional:
+            raise _refused(
+                path,
+                f"an object has {optional} properties that are not required",
+                f"at most {GRAMMAR.optional}",
+            )
+        if "propertyNames" in checked:
+            _check_names(checked, path)
+        patterns = checked.pop("patternProperties", {})
+        # Patterns for a few names become these: with no name left for it, a pattern lets a comma through and
+        # nothing follow. Other schemas of a merged one may have the names.
+        names = {*properties, *required}
+        longest = 100 if merged else max(map(len, names), default=0)
+        for pattern, schema in [*patterns.items()]:
+            written = self._pattern(pattern, f"{path}/patternProperties")
+            self._checks.take(path, WORDS_COST)
+            words = few_words(pattern, min(longest, 100))
+            if words is not None and (merged or words <= names):
+                self._checks.take(path, sum(map(len, words)) + len(words) * len(json.dumps(schema)))
+                named = {
+                    n: {"allOf": [properties[n], schema]} if n in properties else schema
+                    for n in sorted(words)
+                }
+                checked["properties"] = properties = {**properties, **named}
+            else:
+                checked.setdefault("patternProperties", {})[written] = schema
+        patterns = checked.get("patternProperties")
+        any_name = checked.get("additionalProperties", True) is not False or patterns
+        if any_name and checked.get("minProperties", 0) > len(set(required)) + 1:
+            raise _refused(
+                path,
+                "'minProperties' of more than 'required' and one is not supported where properties have any"
+                " name, which could come twice",
+                "lower it, or require the properties",
+            )
 
 
 def _refused(path: str, why: str, advice: str = "leave it out") -> GrammarError:
@@ -540,21 +658,13 @@ def _check_constants(value: Any, path: str, depth: int) -> int:
     return containers
 
 
-def _pattern(pattern: Any, path: str) -> str:
-    if not isinstance(pattern, str):
-        raise _refused(path, "the pattern is not a string", "it should be one")
-    try:
-        return rust_regex(pattern)
-    except GrammarError as error:
-        raise GrammarError(f"{error} (at {_short(path)})") from None
-
-
 @cache
 def _format_pattern(name: str) -> str:
     return rust_regex(FORMAT_PATTERNS[name])
 
 
-def _check_format(checked: Schema, path: str) -> None:
+def _check_format(checked: Schema, path: str) -> str:
+    """Returns the pattern that it became, if any."""
     name = checked.get("format")
     if name is not None and not isinstance(name, str):
         raise _refused(path, "the format is not a string", "it should be one")
@@ -567,43 +677,10 @@ def _check_format(checked: Schema, path: str) -> None:
             checked["allOf"] = [*checked.get("allOf", ()), strings]
         else:
             checked["pattern"] = pattern
-    elif name is not None and name not in NATIVE_FORMATS:
+        return pattern
+    if name is not None and name not in NATIVE_FORMATS:
         del checked["format"]  # an annotation
-
-
-def _check_object(checked: Schema, path: str, merged: bool) -> None:
-    required, properties = checked.get("required", []), checked.get("properties", {})
-    optional = len(properties.keys() - set(required))
-    if optional > GRAMMAR.optional:
-        raise _refused(
-            path, f"an object has {optional} properties that are not required", f"at most {GRAMMAR.optional}"
-        )
-    if "propertyNames" in checked:
-        _check_names(checked, path)
-    patterns = checked.pop("patternProperties", {})
-    # Patterns for a few names become these: with no name left for it, a pattern lets a comma through and
-    # nothing follow. Other schemas of a merged one may have the names.
-    names = [*properties, *required]
-    longest = 100 if merged else max(map(len, names), default=0)
-    for pattern, schema in [*patterns.items()]:
-        written = _pattern(pattern, f"{path}/patternProperties")
-        words = few_words(pattern, min(longest, 100))
-        if words is not None and (merged or words.issubset(names)):
-            named = {
-                n: {"allOf": [properties[n], schema]} if n in properties else schema for n in sorted(words)
-            }
-            checked["properties"] = properties = {**properties, **named}
-        else:
-            checked.setdefault("patternProperties", {})[written] = schema
-    patterns = checked.get("patternProperties")
-    any_name = checked.get("additionalProperties", True) is not False or patterns
-    if any_name and checked.get("minProperties", 0) > len(set(required)) + 1:
-        raise _refused(
-            path,
-            "'minProperties' of more than 'required' and one is not supported where properties have any name,"
-            " which could come twice",
-            "lower it, or require the properties",
-        )
+    return ""
 
 
 def _close(checked: Schema) -> None:
@@ -657,11 +734,6 @@ def _properties(node: Any) -> Schema:
     return found if isinstance(found, dict) else {}
 
 
-def _constants(node: Schema) -> list[Any] | None:
-    values = [node["const"]] if "const" in node else node.get("enum")
-    return values if isinstance(values, list) else None
-
-
 def _types(node: Schema, constants: list[Any] | None) -> list[Any] | None:
     """The types of all values that satisfy it; None for any."""
     if constants is not None:
@@ -678,7 +750,7 @@ def _type_of(value: Any) -> str:
     return kinds.get(type(value), "null")
 
 
-def _all_apart(sets: list[list[Any] | None]) -> bool:
+def _all_apart(sets: Iterable[list[Any] | None]) -> bool:
     """Whether no value is in two of the sets; False if one is not known."""
     seen: set[str] = set()
     for values in sets:
