@@ -200,6 +200,25 @@ def test_invalid_guides_say_why(tmp_path):
         assert len(client.failure[bad].message) < 500 and good in client.code
 
 
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("json_schema", r'{"type": "\ud800"}'),
+        ("json_schema", r'{"$defs": {"\ud800": {"not": {}}}, "$ref": "#/$defs/\ud800"}'),
+        ("ebnf_grammar", f'root ::= "a"{{{"1" * 5000}}}'),
+        ("regex", r"\U99999999"),
+    ],
+)
+def test_odd_texts_in_a_guide_fail_their_request_alone(tmp_path, caplog, kind, text):
+    with serve(start_bundled(), tmp_path) as client:
+        plain = client.submit([0], PLAIN)
+        bad = client.submit([0], guided(kind, text))
+        client.wait([bad, plain])
+        assert client.failure[bad].refused and "is not a valid" in client.failure[bad].message
+        assert len(client.tokens[plain]) == 60
+    assert not [record for record in caplog.records if record.exc_info], "a client writes no tracebacks"
+
+
 def test_switched_off(tmp_path):
     with serve(start_bundled(guided_decoding_backend="none"), tmp_path) as client:
         bad = client.submit([0], guided("regex", "a"))

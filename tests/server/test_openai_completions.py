@@ -177,6 +177,10 @@ def test_what_clients_of_vllm_send(client: openai.OpenAI) -> None:
     assert set(ask(allowed_token_ids=[one, 7, 7]).choices[0].token_ids) <= {one, 7}
     for wrong, words in (
         ({"guided_regex": "a(?=b)"}, "400 - guided_regex is not a valid regex: "),
+        (
+            {"structured_outputs": {"json": r'{"type": "\ud800"}'}},
+            r"400 - structured_outputs .*ud800 is half",
+        ),
         ({"guided_regex": "(([a-z ,]{1,60}){1,60}){1,60}"}, "400 - following the grammar failed after"),
         ({"allowed_token_ids": [one], "guided_regex": "[^ ]{3}0"}, "allowed_token_ids leaves no token"),
     ):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Regular expressions and EBNF as grammars, their bounds, masks of rows and along drafts."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -8,6 +9,7 @@ import json
 import random
 import re
 import string
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +20,7 @@ from small_tokenizers import KINDS
 
 from flashinfer_backend.core.bounds import GRAMMAR, GrammarBounds
 from flashinfer_backend.core.paths import resolve_model_dir
+from flashinfer_backend.core.sampling_params import CALLS_GUIDE
 from flashinfer_backend.structured import masks
 from flashinfer_backend.structured.compiler import HEAD, GrammarCompiler, TokenTexts, Vocabulary
 from flashinfer_backend.structured.ebnf import lark_grammar
@@ -81,6 +84,8 @@ def test_characters_beyond_ascii(regex):
         (r"(a)\1", "references to groups"),
         ("a++", "possessive"),
         ("a{1,4294967298}", "too large"),
+        (f"a{{{'1' * 5000}}}", "repetitions should be at most 100000"),
+        (r"\U99999999", r"characters at most \\U0010ffff"),
         ("a{100001}", "beyond 100000"),
         (r"a\z", r"bad escape \\z"),
         (r"\p{L}", r"bad escape \\p"),
@@ -244,6 +249,8 @@ def test_random_ebnf_admits_its_language(seed):
         ("ebnf_grammar", r'root ::= "\ud800"', "no character"),
         ("ebnf_grammar", "root ::= " + "(" * 200 + '"a"' + ")" * 200, "nested more than 100 deep"),
         ("ebnf_grammar", 'root ::= "a"{200000}', "beyond 100000"),
+        ("ebnf_grammar", f'root ::= "a"{{{"1" * 5000}}}', "line 1: a repetition is beyond 100000"),
+        ("ebnf_grammar", f'root ::= "a"{{0,{"1" * 5000}}}', "line 1: a repetition is beyond 100000"),
         ("ebnf_grammar",
          "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1} | [a-z]\n" for i in range(GRAMMAR.rules)),
          f"more than {GRAMMAR.rules} rules"),
@@ -253,6 +260,54 @@ def test_random_ebnf_admits_its_language(seed):
 def test_wrong_and_too_large_grammars_are_refused(kind, text, words):
     with pytest.raises(GrammarError, match=words):
         matcher(kind, text)
+
+
+REPEATED = "*" * 800
+SLOW = {
+    "blanks": 'root ::= "a"{1,' + " " * 60_000 + "x",
+    "repetitions": f"""root ::= "(" root ")" | ({"|".join(['"a"'] * 8000)}){REPEATED}""",
+    "empty": 'root ::= x root | "."\nx ::= ' + '"a"? ' * 12_000,
+    "characters": 'root ::= "(" root ")" | "' + "".join(map(chr, range(0x4E00, 0x9E00))) + '"',
+}
+
+
+@pytest.mark.parametrize("text", SLOW.values(), ids=SLOW.keys())
+def test_no_ebnf_takes_long_to_read(text):
+    began = time.thread_time()
+    with contextlib.suppress(GrammarError):
+        lark_grammar(text)
+    assert time.thread_time() - began < 2, "which docs/notes/guides.md promises"
+
+
+def test_zeros_in_front_of_a_repetition_say_nothing():
+    assert admits(matcher("ebnf_grammar", f'root ::= "a"{{{"0" * 5000}2, 003 }}'), "aaa")
+
+
+@pytest.mark.parametrize("kind", ["regex", "ebnf_grammar", "json_schema"])
+def test_reasons_can_be_sent_whatever_they_quote(compiler, kind):
+    texts = {"regex": "[\udc00-a]", "ebnf_grammar": 'root ::= "\ud800"', "json_schema": '{"type": "\ud800"}'}
+    with pytest.raises(GrammarError, match=r"\\ud[8c]00") as refused:
+        compiler.compile(kind, texts[kind], 1)
+    assert str(refused.value).encode()
+
+
+def test_documents_of_one_guide_share_the_time_for_their_checks(compiler):
+    names = [f"p{i}" for i in range(1500)]
+    parameters = {
+        "properties": {name: {"$ref": "#/$defs/d"} for name in names},
+        "$defs": {"d": {"prefixItems": [{"x": 1}] * 9000}},
+    }
+    guide = {
+        "lark": "start: j0\nj0: %json 0",
+        "schemas": [{"function": "f", "at": f"#/properties/{name}"} for name in names],
+        "functions": {"f": parameters},
+        "special_tokens": [],
+        "refusal": "{}",
+    }
+    began = time.thread_time()
+    with pytest.raises(GrammarError, match="the parameters of f: it is too large"):
+        compiler.compile(CALLS_GUIDE, json.dumps(guide), 1)
+    assert time.thread_time() - began < 2
 
 
 def test_a_choice_is_one_of_its_texts():

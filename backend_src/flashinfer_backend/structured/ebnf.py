@@ -17,13 +17,14 @@ from dataclasses import dataclass, field
 from flashinfer_backend.core.bounds import GRAMMAR
 from flashinfer_backend.structured.grammar import GrammarError
 
-MOST_WORK = 100_000  # looks at parts of rules: some 0.3 s
+MOST_WORK = 100_000  # looks at parts of rules, character by character: some 0.3 s
+MOST_LOOKS = 300_000  # at parts of rules, before that: some 0.2 s
 MOST_STATES = 500  # of all terminals at once, before their characters are terminals instead
 LAST = 0x10FFFF
 SURROGATES = 0xD800, 0xDFFF  # which no text has
 TOKEN = re.compile(
     r'\s+|\#[^\n]*|(?P<name>[A-Za-z_][\w.-]*)(?=(?P<defined>\s*::=)?)|(?P<text>"(?:\\.|[^"\\\n])*")'
-    r"|(?P<cls>\[(?:\\.|[^\]\\])*\])|(?P<repeat>[*+?]|\{\s*\d+\s*(?:,\s*\d*\s*)?\})|(?P<mark>::=|[()|.])",
+    r"|(?P<cls>\[(?:\\.|[^\]\\])*\])|(?P<repeat>[*+?]|\{\s*[0-9]+\s*(?:,\s*(?:[0-9]+\s*)?)?\})|(?P<mark>::=|[()|.])",
     re.DOTALL,
 )
 ESCAPES = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11, "b": 8, "a": 7, "0": 0, "e": 27}
@@ -140,14 +141,20 @@ class _Parser:
         token = self._token
         if token[0] == "{":
             low, comma, high = token[1:-1].partition(",")
-            least, most = int(low), int(high) if high.strip() else -1 if comma else int(low)
+            least = self._count(low)
+            most = self._count(high) if high.strip() else -1 if comma else least
         else:
             least, most = {"*": (0, -1), "+": (1, -1), "?": (0, 1)}[token]
-        if max(least, most) > GRAMMAR.repeats:
-            raise self._wrong(self._at, f"a repetition is beyond {GRAMMAR.repeats}; give no limit")
         if -1 < most < least:
             raise self._wrong(self._at, f"{token} has its numbers the wrong way round")
         return Node("repeat", [part], least=least, most=most)
+
+    def _count(self, digits: str) -> int:
+        digits = digits.strip().lstrip("0") or "0"
+        # Python refuses to read a number of thousands of digits.
+        if len(digits) > len(str(GRAMMAR.repeats)) or int(digits) > GRAMMAR.repeats:
+            raise self._wrong(self._at, f"a repetition is beyond {GRAMMAR.repeats}; give no limit")
+        return int(digits)
 
     def _class(self, token: str) -> Node:
         body = token[1:-1]
@@ -223,6 +230,7 @@ class _Lark:
         self._first: dict[str, int] = dict.fromkeys(self._names, 0)
         self._follow: dict[Node, int] = defaultdict(int)
         self._leaves: dict[Node, str] = {}  # parts that are terminals of their own in rules
+        self._looping: dict[Node, bool] = {}  # whether parts name a recursive rule, as of the last look
         self._work = 0
 
     def text(self) -> str:
@@ -276,16 +284,16 @@ class _Lark:
             for name in self._names:
                 self._nullable[name] = self._is_nullable(self._rules[name])
                 self._first[name] = self._first_of(self._rules[name])
-                self._check_work()
-        total = -1
-        while total != (total := sum(bin(mask).count("1") for mask in self._follow.values())):
+        self._grown = True
+        while self._grown:
+            self._grown = False
             for name in self._names:
                 self._visit(self._rules[name], self._follow[self._rules[name]])
-                self._check_work()
         self._work = 0
 
-    def _check_work(self) -> None:
-        if self._work > MOST_WORK:
+    def _look(self) -> None:
+        self._work += 1
+        if self._work > MOST_LOOKS:
             raise GrammarError("its rules are too many and too deep in each other; write it with fewer")
 
     def _is_nullable(self, node: Node) -> bool:
@@ -297,6 +305,7 @@ class _Lark:
         return node.kind != "set" and (any if node.kind == "or" else all)(map(self._is_nullable, node.parts))
 
     def _first_of(self, node: Node) -> int:
+        self._look()
         if node.kind in ("set", "ref"):
             return self._mask[node] if node.kind == "set" else self._first[node.name]
         first = 0
@@ -307,10 +316,10 @@ class _Lark:
         return first
 
     def _visit(self, node: Node, follow: int) -> None:
-        self._work += 1
-        self._follow[node] |= follow
-        if node.kind == "ref":
-            self._follow[self._rules[node.name]] |= follow
+        self._look()
+        for each in [node, self._rules[node.name]] if node.kind == "ref" else [node]:
+            self._grown |= bool(follow & ~self._follow[each])
+            self._follow[each] |= follow
         for part in reversed(node.parts):
             again = self._first_of(part) if node.kind == "repeat" and node.most != 1 else 0
             self._visit(part, follow | again)
@@ -321,7 +330,7 @@ class _Lark:
         """Find the parts of rules that can be terminals."""
         opened: set[Node] = set()
         while True:
-            self._leaves = {}
+            self._leaves, self._looping = {}, {}
             for name in self._recursive:
                 self._collect(self._rules[name], opened)
             torn = {node for node in self._conflicts() if node.kind != "set"}
@@ -337,14 +346,19 @@ class _Lark:
             self._recursive |= {node.name for node in torn if node.kind == "ref"}
 
     def _collect(self, node: Node, opened: set[Node]) -> None:
-        refs = {each.name for each in _walk(node) if each.kind == "ref"}
-        if node not in opened and not refs & self._recursive:
+        if node not in opened and not self._is_looping(node):
             self._leaves[node] = (
                 self._names[node.name].upper() if node.kind == "ref" else f"T{len(self._leaves)}"
             )
         else:
             for part in node.parts:
                 self._collect(part, opened)
+
+    def _is_looping(self, node: Node) -> bool:
+        if node not in self._looping:
+            inner = any(map(self._is_looping, node.parts))
+            self._looping[node] = inner or (node.kind == "ref" and node.name in self._recursive)
+        return self._looping[node]
 
     def _conflicts(self) -> set[Node]:
         """Terminals that a longer match could take characters from which stand behind them, and those that it
@@ -380,9 +394,11 @@ class _Lark:
     def _behind(self, parts: tuple[Node, ...], bit: int) -> set[tuple[Node, ...]]:
         """What may be left of parts in a sequence behind one character. Repetitions are not counted."""
         left: set[tuple[Node, ...]] = set()
-        self._work += 1 + len(parts) // 16
         for i, node in enumerate(parts):
             rest = parts[i + 1 :]
+            self._work += 1 + len(rest) // 16
+            if self._work > MOST_WORK:
+                break
             if node.kind == "set":
                 left |= {rest} if self._mask[node] >> bit & 1 else set()
             elif node.kind == "seq":

@@ -22,6 +22,10 @@ else:
 
 MOST_WORDS = 2000  # steps of looking for the words of an expression
 TOO_DEEP = f"it is nested too deeply; it should have at most {GRAMMAR.groups} groups in each other"
+TOO_LARGE = (
+    f"it has a number that is too large; repetitions should be at most {GRAMMAR.repeats}, and characters at"
+    " most \\U0010ffff"
+)
 # As ECMA-262 has them; of the blanks Python's `re` knows a few more.
 DIGITS, WORD = "0-9", "0-9A-Za-z_"
 BLANKS = r"\t-\r \x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}\x{feff}"
@@ -50,8 +54,10 @@ def rust_regex(regex: str, whole: bool = False) -> str:
         parsed = _parsed(regex)
     except RecursionError:
         raise GrammarError(TOO_DEEP) from None
-    except (re.error, OverflowError, ValueError) as error:
+    except re.error as error:
         raise GrammarError(str(error)) from None
+    except (OverflowError, ValueError):
+        raise GrammarError(TOO_LARGE) from None
     if parsed.state.flags & ~re.UNICODE:
         raise GrammarError("flags such as (?i) are not supported; write the characters themselves")
     return _Writer(whole).sequence(parsed, True, True)
