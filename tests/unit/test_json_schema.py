@@ -156,6 +156,7 @@ REFUSED: list[tuple[Any, str, str]] = [
     ({"type": "string", "pattern": "a{1,99999999999}"}, "too large", "#/pattern"),
     ({"type": "string", "minLength": 2**31}, "'minLength' 2147483648", "#"),
     ({"type": "integer", "exclusiveMinimum": True}, "'exclusiveMinimum' is True", "#"),
+    ({"propertyNames": {"pattern": {}}}, "'propertyNames' of this kind", "#"),
     ({"properties": {"a": X}, "propertyNames": {"maxLength": 2}}, "'propertyNames' next to", "#"),
     ({"propertyNames": {"maxLength": 2}, "additionalProperties": False}, "'propertyNames' next to", "#"),
     ({"patternProperties": {"^x": NUMBERS, "y$": X}}, "not disjoint", ""),

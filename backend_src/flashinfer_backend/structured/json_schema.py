@@ -705,7 +705,7 @@ def _check_names(checked: Schema, path: str) -> None:
     names = (
         {k: v for k, v in names.items() if (k, v) != ("type", "string")} if isinstance(names, dict) else {}
     )
-    if set(names) == {"pattern"}:
+    if set(names) == {"pattern"} and isinstance(names["pattern"], str):
         pattern = names["pattern"]
     elif set(names) == {"enum"} and isinstance(names["enum"], list):
         pattern = f"^({'|'.join(re.escape(name) for name in names['enum'] if isinstance(name, str))})$"
