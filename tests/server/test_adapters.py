@@ -133,7 +133,7 @@ def test_task_ids(server: BothApis, adapters: dict[str, Path], texts: dict[str, 
         ({"lora_config": config}, "lora_config needs lora_weights"),
         ({**sent, "lora_config": module}, "names module 17 of layer 0, which this model lacks"),
         ({**sent, "lora_config": layer}, "of layer 99, which this model lacks"),
-        ({**sent, "lora_config": rank}, "has rank 4000, and lora_weights has"),
+        ({**sent, "lora_config": rank}, "has rank 4000; it should be 1 to"),
         ({**sent, "lora_weights": weights[:, 1:]}, "should be [1, modules, n] and [1, modules, 3]"),
         ({**sent, "lora_config": np.pad(config, [(0, 0), (0, 0), (0, 1)])}, "unexpected shape for input"),
     ):

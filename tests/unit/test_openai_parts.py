@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Raw
+from msgspec.json import encode
 
 from flashinfer_backend.core.bounds import CONVERSATION
 from flashinfer_backend.core.config import EngineConfig
@@ -728,7 +729,10 @@ def test_what_libraries_add_to_earlier_answers_is_taken() -> None:
         "function_call": None,
     }
     blocks: list[dict[str, Any]] = [{"type": "thinking", "thinking": "Hm"}]
-    (message,) = plain_messages([said | twice | {"thinking_blocks": blocks, "images": [], "audio": None}])
+    other = {"reasoning_details": [{"text": "Why?"}], "reasoning_opaque": "x", "is_error": False, "note": ""}
+    (message,) = plain_messages(
+        [said | twice | other | {"thinking_blocks": blocks, "images": [], "audio": None}]
+    )
     assert message["reasoning_content"] == "Hm" and len(message["tool_calls"]) == 1
     text = {"type": "output_text", "text": "{}", "annotations": [], "logprobs": [], "parsed": {"city": "Ulm"}}
     items = [
@@ -822,3 +826,18 @@ def test_a_requests_sequences_go_with_it_without_a_search_for_circles() -> None:
         assert one() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    "text", ['{"x": "\\ud800"}', '{"a\\ud834": 1e999}', '{"n": ' + "9" * 5001 + "}", ' {"a": [1]}']
+)
+def test_input_of_a_call_is_what_the_model_wrote(text: str) -> None:
+    """As a stream has it: half of a surrogate pair stays an escape."""
+    assert encode({"input": anthropic._input(text)}) == f'{{"input":{text}}}'.encode()
+
+
+@pytest.mark.parametrize(
+    "text", ['{"x": "y', "[1]", "", '{"a": NaN}', '{"a": 1} b', '{"a":' * 9000 + "1" + "}" * 9000]
+)
+def test_input_of_a_call_that_is_no_object_is_empty(text: str) -> None:
+    assert anthropic._input(text) == {}

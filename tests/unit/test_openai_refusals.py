@@ -427,6 +427,9 @@ def test_a_byte_that_is_no_text_is_counted_in_the_body(apis: dict[str, Api]) -> 
         body = '{"messages": [{"role": "user", "content": "ü'.encode()
         answer = apis[CHAT].call(CHAT, body + text + b'"}]}')[2]
         assert answer["error"]["message"] == f"the body is not valid JSON: no UTF-8 at byte {len(body)}"
+    for half, told in (('"\\ud83d"', True), ('"\\ud83d\\ude00', False)):
+        answer = apis[CHAT].call(CHAT, f'{{"messages": [{{"role": "user", "content": {half}}}]}}'.encode())[2]
+        assert ("half of a surrogate pair" in answer["error"]["message"]) == told
 
 
 def test_errors_have_the_form_of_their_api(apis: dict[str, Api]) -> None:

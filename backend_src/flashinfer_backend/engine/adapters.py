@@ -198,6 +198,6 @@ def _why(params: SamplingParams, problem: str) -> str:
         return problem
     return (
         f"the adapter {params.adapter_name or params.adapter} was removed before the request could run. Send"
-        " the request again, with lora_weights if it has a lora_task_id: lora_cache_host_memory_bytes bounds"
-        " the weights that are kept"
+        " the request again, with lora_weights if it has a lora_task_id: others with the same id replace"
+        " them, and lora_cache_host_memory_bytes bounds those that are kept"
     )

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+import msgspec
 from starlette.responses import Response
 
 from flashinfer_backend.core.values import shown
@@ -376,10 +377,15 @@ class _Reply(Items):
         return {"type": "content_block_delta", "index": at, "delta": {"type": kind, **fields}}
 
 
-def _input(arguments: str) -> dict[str, Any]:
-    """A call's arguments, none where they are no object: those of a call that was cut."""
-    try:
-        value = json.loads(arguments)
+def _input(arguments: str) -> msgspec.Raw | dict[str, Any]:
+    """A call's arguments as the model wrote them, like a stream's; none where they are no object of JSON:
+    those of a call that was cut."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no number of JSON")
+
+    try:  # numbers of any length
+        value = json.loads(arguments, parse_int=str, parse_float=str, parse_constant=refuse)
     except (ValueError, RecursionError):
         return {}
-    return value if isinstance(value, dict) else {}
+    return msgspec.Raw(arguments.encode()) if isinstance(value, dict) else {}

@@ -48,8 +48,9 @@ OF_PARTS = (
     *("index", "status", "phase", "caller", "async", "async_", "created_by", "toolset_name"),
     # OpenAI's and Anthropic's packages parse texts and arguments, and send the results back with them.
     *("parsed", "parsed_arguments", "parsed_output"),
-    # LiteLLM says the reasoning again, and what else an answer had.
-    *("thinking_blocks", "provider_specific_fields"),
+    # LiteLLM and clients of OpenRouter and Copilot say the reasoning again, and what else an answer had.
+    *("thinking_blocks", "reasoning_details", "reasoning_text", "reasoning_opaque"),
+    *("provider_specific_fields", "extra_content"),
 )
 # Of functions: agno's notes on who runs them.
 OF_FUNCTIONS = ("requires_confirmation", "external_execution", "approval_type")
@@ -69,7 +70,8 @@ def check_part(
     further ones that the chat template reads. Raises ApiError for any other that asks for something and is
     not in OF_PARTS."""
     for name, value in part.items():
-        if value in (None, [], {}) or name in fields or name in OF_PARTS or name in read:
+        idle = value in (None, [], {}, "") or value is False
+        if idle or name in fields or name in OF_PARTS or name in read:
             continue
         raise field_error(f"{place}.{name[:64]}", f"is not a field of {what}, which has {', '.join(fields)}")
 

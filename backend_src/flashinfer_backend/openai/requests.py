@@ -513,6 +513,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 Body = TypeVar("Body", bound=msgspec.Struct)
 _UNKNOWN = re.compile(r"Object contains unknown field `(.+?)`(?: - at `\$\.?(.*)`)?")
 _WRONG = re.compile(r"(.*) - at `\$\.?(.*)`", re.DOTALL)
+_HALF = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
 _MISSING = re.compile(r"Object missing required field `(.+?)`(?: - at `\$\.?(.*)`)?")
 
 
@@ -538,7 +539,8 @@ def _worded(kind: type[msgspec.Struct], body: bytes = b"") -> Iterator[None]:
     except msgspec.ValidationError as error:
         raise _error(kind, str(error)) from None
     except msgspec.DecodeError as error:
-        raise ApiError(f"the body is not valid JSON: {error}") from None
+        half = "; it has half of a surrogate pair, which is no character" if _HALF.search(body) else ""
+        raise ApiError(f"the body is not valid JSON: {error}{half}") from None
     except UnicodeDecodeError as of_text:
         at = of_text.start
         try:

@@ -218,10 +218,14 @@ class AdapterNames:
             module, (rows, columns) = places[layer, names[0]]
             if f"{PREFIX}{module}.lora_A.weight" in tensors:
                 raise AdapterError(f"lora_config names module {number} of layer {layer} more than once")
-            if rank < 1 or rank * (rows + columns) > len(row):
+            said = f"lora_config says that {module} has rank {rank}"
+            if not 0 < rank <= self._config.max_lora_rank:
+                most = f"{self._config.max_lora_rank} (the knob max_lora_rank)"
+                raise AdapterError(f"{said}; it should be 1 to {most}")
+            if rank * (rows + columns) > len(row):
                 raise AdapterError(
-                    f"lora_config says that {module} has rank {rank}, and lora_weights has {len(row)} numbers"
-                    f" for it; they should be at least {max(1, rank) * (rows + columns)}"
+                    f"{said}, and lora_weights has {len(row)} numbers for it; they should be at least"
+                    f" {rank * (rows + columns)}"
                 )
             if not np.isfinite(row[: rank * (rows + columns)]).all():
                 raise AdapterError("lora_weights holds NaN or infinity; it should hold numbers")

@@ -159,9 +159,12 @@ class Preprocessor:
         if not np.isfinite(weights).all():
             raise ValueError("EMBEDDING_BIAS_WEIGHTS should be finite numbers")
         bias = np.zeros((batch, self._tokenizer.vocab_size), dtype=np.float32)
-        for row, words in enumerate(rows):
-            for position, ids in words:
-                np.add.at(bias[row], ids, weights[row, position])
+        with np.errstate(over="ignore"):
+            for row, words in enumerate(rows):
+                for position, ids in words:
+                    np.add.at(bias[row], ids, weights[row, position])
+        if not np.isfinite(bias).all():
+            raise ValueError("EMBEDDING_BIAS_WEIGHTS of one token add up to more than a float32 holds")
         return bias
 
 
