@@ -46,6 +46,7 @@ CALL = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Ul
 CALLED = [*ASK, {"role": "assistant", "content": [{"type": "text", "text": "I look."}, CALL]}]
 # Parameters: of a value, of any value, of none, and no schema.
 NO_OBJECTS: list[Any] = [{"type": "string", "maxLength": 5}, {"enum": [5]}, {"oneOf": [{}]}, "x"]
+NO_OBJECTS += ["", [], 0, False]
 CALLED_ONE = {"id": "c", "type": "function", "function": {"name": "x", "arguments": "{}"}}
 CALLS, RESULT = {**FLAT, "type": "function_call"}, {"type": "function_call_output", "call_id": "1"}
 

@@ -123,7 +123,8 @@ def _function(tool: Mapping[str, Any], place: str, read: Collection[str]) -> dic
     if name in (AUTO, NONE, REQUIRED):
         raise ApiError(f"{place}.name is {shown(name)}, a word of tool_choice; rename it", param="tools")
     # Without any a function takes none; a call's arguments are an object in every format and at every door.
-    if parameters and not (isinstance(parameters, dict) and parameters.get("type") == "object"):
+    of_object = isinstance(parameters, dict) and parameters.get("type") == "object"
+    if parameters not in (None, {}) and not of_object:
         raise ApiError(f"{place}.parameters should be a JSON schema of the type object", param="tools")
     if not isinstance(function.get("strict"), bool | None):
         raise ApiError(
