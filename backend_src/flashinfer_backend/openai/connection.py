@@ -339,9 +339,8 @@ class Connection(HttpToolsProtocol):
             return b""
         except httptools.HttpParserUpgrade as upgrade:
             method, version = self.parser.get_method(), self.parser.get_http_version().encode()
-            self.parser = httptools.HttpRequestParser(
-                self
-            )  # the other reads nothing behind connection: close
+            # A new one: the other reads nothing behind connection: close.
+            self.parser = httptools.HttpRequestParser(self)
             line = b"%s %s HTTP/%s" % (method, self.url, version)
             kept = [b"%s: %s" % field for field in self.headers if field[0] != b"upgrade"]
             return b"\r\n".join([line, *kept, b"", data[upgrade.args[0] :]])

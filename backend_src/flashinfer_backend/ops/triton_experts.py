@@ -31,7 +31,8 @@ FEW_TOKENS = 16  # up to which one program may choose and place; no tile has few
 FEW_CELLS = 512  # logits up to which it does: with 16 tokens of 256 experts it took 30 us, the others take 6
 PLACED = 16  # pairs that a program places
 _ROUTER_ROWS, _ROUTER_ROWS_OF_FEW = 16, 2  # of a program
-# Up to so many tokens, and elements of them, a program has few rows, and multiplies each token by itself.
+# With no more tokens than this, and no more elements in all of them, a program has few rows of the router and
+# takes the tokens one after the other.
 _ROUTED_APART, _ROUTED_ELEMENTS = 8, 16384
 SUMMED = 1024  # columns that a program sums
 _MIDDLE = tl.constexpr(int4.MIDDLE)
