@@ -61,7 +61,7 @@ class Running:
         )
 
     async def _app(self, scope: Any, receive: Callable, send: Callable) -> None:
-        body, more = b"", scope["path"] != "/early"
+        body, more = b"", scope["path"] not in ("/early", "/held")
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -230,7 +230,7 @@ TOO_LONG = "the request's headers have more than 65536 bytes"
     [
         (b"\x16\x03\x01\x02\x00\x01\x00", NO_HTTP),
         (b"GET / HTTP/7.1\r\n\r\n", NO_HTTP),
-        (WHOLE[:-4] + b"A" * 9, NO_HTTP),
+        (WHOLE.replace(b": 4", b": x"), NO_HTTP),
         (b"CONNECT x:80 HTTP/1.1\r\n\r\n" + WHOLE, NO_PATH),
         (b"GET /" + b"x" * 65535 + b" HTTP/1.1\r\n\r\n", NO_PATH),
         (b"GET / HTTP/1.1\r\nx: " + b"y" * 65535 + b"\r\n\r\n", TOO_LONG),  # all of it is read at once
@@ -373,16 +373,63 @@ def test_requests_of_a_connection_that_wait_for_answers_are_bounded() -> None:
     with running() as server, server.connect(first) as over, server.connect(first + others) as most:
         wait_for(lambda: len(server.server.server_state.tasks) == 2)
         over.sendall(others + WHOLE)
-        got = answer(over)
-        assert got.startswith(b"HTTP/1.1 429 ") and b"without an answer" in got and server.errors == [429]
+        wait_for(lambda: server.errors == [429])
         server.release.set()
+        got = answer(over).split(b"HTTP/1.1 ")[1:]
+        assert [each[:4] for each in got] == [b"200 "] * MOST_PIPELINED + [b"429 "]
+        assert b"without an answer" in got[-1]
         wait_for(lambda: most.recv(65536, socket.MSG_PEEK).count(b"done") == MOST_PIPELINED)
         most.sendall(others)  # the first ones count no more
         wait_for(lambda: most.recv(65536, socket.MSG_PEEK).count(b"done") == 2 * MOST_PIPELINED - 1)
 
 
-def test_what_is_wrong_behind_a_request_is_no_part_of_its_answer() -> None:
-    with running() as server, server.connect(WHOLE.replace(b"/ ", b"/held ", 1)) as sock:
+CLOSING = WHOLE.replace(b"host: x", b"host: x\r\nconnection: close")
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize(
+    ("first", "behind", "refusals"),
+    [
+        (WHOLE, b"nonsense\r\n\r\n", [400]),
+        (WHOLE, b"GET / HTTP/7.1\r\n\r\n", [400]),
+        (WHOLE, WHOLE.replace(b"content-length: 4", b"transfer-encoding: chunked"), [400]),
+        (WHOLE, b"GET / HTTP/1.1\r\nx: " + b"y" * 65536 + b"\r\n\r\n", [431]),
+        (CLOSING, WHOLE, []),
+        (CLOSING, b"nonsense\r\n\r\n", []),
+    ],
+    ids=["line", "version", "body", "headers", "closed", "closed-nonsense"],
+)
+def test_what_is_wrong_behind_a_request_is_refused_behind_its_answer(
+    first: bytes, behind: bytes, refusals: list[int], at_once: bool
+) -> None:
+    """Each request before it is answered, and what is behind `connection: close` is none."""
+    first = first.replace(b"/ ", b"/wait ", 1)
+    with running() as server, server.connect(first + behind if at_once else first) as sock:
+        wait_for(lambda: server.server.server_state.tasks)
+        if not at_once:
+            sock.sendall(behind)
+        sock.shutdown(socket.SHUT_WR)
+        time.sleep(0.1)
+        server.release.set()
+        answers = answer(sock).replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"").split(b"HTTP/1.1 ")[1:]
+        assert answers[0].startswith(b"200 ") and answers[0].endswith(b"done")
+        assert [int(each[:3]) for each in answers[1:]] == refusals == server.errors
+
+
+def test_a_client_that_leaves_behind_a_request_that_is_wrong_is_noticed() -> None:
+    with running() as server, server.connect(WHOLE.replace(b"/ ", b"/leave ", 1)) as sock:
+        sock.sendall(b"nonsense\r\n\r\n")
+        wait_for(lambda: server.errors == [400])
+        sock.sendall(WHOLE * 1000)  # nobody reads it
+        assert not server.left.is_set()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        sock.close()
+        assert server.left.wait(20)
+
+
+def test_what_is_wrong_amid_a_body_that_is_being_answered_is_no_part_of_the_answer() -> None:
+    chunked = b"POST /held HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n"
+    with running() as server, server.connect(chunked) as sock:
         assert sock.recv(4096).startswith(b"HTTP/1.1 200 ")
         sock.sendall(b"nonsense\r\n\r\n")
         assert b"HTTP/1.1" not in answer(sock) and server.errors == [400]
@@ -482,7 +529,8 @@ def test_what_arrives_waits_its_turn_where_the_process_is_busy(
             sock.shutdown(socket.SHUT_WR)
             assert answer(sock).count(b"done") == 3
         with server.connect(WHOLE + b"nonsense\r\n\r\n") as sock:
-            wait_for(lambda: server.errors == [400])
+            got = answer(sock).split(b"HTTP/1.1 ")[1:]
+            assert [each[:3] for each in got] == [b"200", b"400"] and server.errors == [400]
         left = server.connect(head + b"content-length: %d\r\n\r\n%s" % (1 << 20, body))
         left.close()  # amid what was not parsed
         wait_for(lambda: not server.server.server_state.connections)

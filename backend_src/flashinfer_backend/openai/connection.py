@@ -225,6 +225,8 @@ class Connection(HttpToolsProtocol):
         self._unanswered = 0  # requests whose headers are there
         self._whole = 0  # of these, those whose bodies are there as well
         self._ended = False  # the client sends nothing more
+        # Nothing more is read once this is set; it is sent behind the answers to the requests before.
+        self._last_words: bytes | None = None
         self.answering = False  # an answer has begun that has not ended
         self.answered_cycle: Any = None  # uvicorn's, of the request that is being answered
         self.held: Callable[[], int] = int  # bytes that its answer keeps besides what was sent
@@ -270,7 +272,7 @@ class Connection(HttpToolsProtocol):
         return self.transport.get_write_buffer_size() + self.held()
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._last_words is not None:
             return
         self._unset_keepalive_if_required()
         if len(data) <= READ_BYTES and not self._later and self._process.may_read():
@@ -311,12 +313,13 @@ class Connection(HttpToolsProtocol):
         self._read_bytes = len(data)
         _connection.set(self)
         try:
-            while data:
+            while data and self._last_words is None:
                 data = self._parse(data)
         except httptools.HttpParserError as error:
-            of_callback = isinstance(error, httptools.HttpParserCallbackError)
-            self._refuse(*(self._refusal if of_callback else NO_HTTP))
-            return
+            if self._last_words is None:
+                of_callback = isinstance(error, httptools.HttpParserCallbackError)
+                self._refuse(*(self._refusal if of_callback else NO_HTTP))
+                return
         if self._arriving:
             self._header_bytes += self._read_bytes
             if self._header_bytes > MOST_HEADER_BYTES:
@@ -352,7 +355,7 @@ class Connection(HttpToolsProtocol):
         self._ends_later = bool(self._later)
         if self._ends_later or self._ended:
             return True
-        if self._arriving or not self._unanswered or self.parser.get_http_version() != "1.1":
+        if self._arriving or not self._unanswered or self.cycle.scope["http_version"] != "1.1":
             return False
         self._ended = True
         self._look(FIRST_LOOK_S)
@@ -404,6 +407,16 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
         self._arriving = False
         self._whole += 1
+        if not self.parser.should_keep_alive():  # what is behind it is no request
+            self._last_words = b""
+
+    def on_response_complete(self) -> None:
+        """uvicorn's, which begins with the next request."""
+        last = not self.pipeline
+        super().on_response_complete()
+        if last and self._last_words:
+            self.write(self._last_words)
+            self.transport.close()
 
     def answered(self) -> None:
         """The oldest request has been."""
@@ -466,13 +479,22 @@ class Connection(HttpToolsProtocol):
             self.drop()
 
     def _refuse(self, status: int, message: str) -> None:
-        """Ends the connection; with an answer, where it would not be taken for a part of another one."""
+        """Ends the connection, behind the answers to whole requests; with an answer, where it would not be
+        taken for a part of another one."""
         self._process.count_error(status)
         body = msgspec.json.encode(ApiError(message, status).body({}))
         lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", "content-type: application/json"]
         lines += [f"content-length: {len(body)}", f"x-request-id: {new_id()}", "connection: close"]
         lines += [f"retry-after: {RETRY_S}"] if status == 503 else []
-        if not self.answering:
-            self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
+        answer = "\r\n".join([*lines, "", ""]).encode() + body
         self._stop_waiting()
+        if self._whole > 0:
+            if self._unanswered > self._whole:  # the refused one, whose headers were right
+                self.pipeline.popleft()
+                self._unanswered -= 1
+            self._last_words, self._arriving = answer, False
+            self._forget_later()
+            return
+        if not self.answering:
+            self.transport.write(answer)
         self.transport.close()
