@@ -43,7 +43,7 @@ from flashinfer_backend.openai.requests import (
     decode,
 )
 from flashinfer_backend.openai.response_store import ResponseStore
-from flashinfer_backend.openai.responses import messages_of, without_references
+from flashinfer_backend.openai.responses import _Reply, messages_of, without_references
 from flashinfer_backend.openai.sampling import Defaults, EngineLimits, Length, NamedTokens, sampling_params
 from flashinfer_backend.openai.served_model import ServedModel
 from flashinfer_backend.openai.template import ChatTemplate, plain_messages
@@ -781,6 +781,69 @@ def test_bytes_and_number_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(response_store, "MOST_STORED", 3)
     put(store, "f")
     assert kept_of(store, "c", "d", "e", "f") == [False, True, True, True]
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+def test_a_response_that_streams_can_be_deleted_and_not_be_read(deleted: bool) -> None:
+    """What nobody wants any more is not kept at its end."""
+    store = ResponseStore(10_000)
+
+    async def no_tokens(text: str) -> int:
+        return 0
+
+    link: Any = SimpleNamespace(
+        engines=SimpleNamespace(cancel=None), schedule=lambda stream: streams.arrived(stream)
+    )
+    streams = Streams(link)
+    row = GenerationRequest(np.array([5], "<i4"), SamplingParams(max_tokens=9), True)
+    stream = Stream(row, link, streams)
+    served = SimpleNamespace(
+        name="m",
+        store=store,
+        decoder=lambda skip: DECODER,
+        count=no_tokens,
+        metrics=SimpleNamespace(ended=lambda model, stream, chunk: None),
+    )
+    turn: Any = SimpleNamespace(
+        reader=lambda: choice.make_reader("none", "think", {}, False),
+        served=served,
+        skip_special_tokens=False,
+        tools=Tools(AUTO, [], {}),
+        one_call=False,
+        streams=streams,
+    )
+
+    async def told() -> dict[str, Any]:
+        reply = _Reply(turn, ResponsesRequest(input="Hi"), (b"[]", b"[]"))
+        stream.on_token(TOKENIZER.encode_batch(["Yes"], False)[0][0], protocol.RUNNING, None)
+        events = reply.events()
+        begun = json.loads((await anext(events)).partition(b"data: ")[2])["response"]
+        assert begun["store"] and begun["id"] == reply.id
+        for asked in (store.response, store.input):
+            with pytest.raises(ApiError, match="has not ended") as refused:
+                asked(reply.id)
+            assert refused.value.status == 404
+        if deleted:
+            store.delete(reply.id)
+            with pytest.raises(ApiError, match="not found"):
+                store.delete(reply.id)
+        stream.on_token(protocol.NO_TOKEN, protocol.FINISHED_END_ID, None)
+        *_, last = [event async for event in events]
+        return json.loads(last.partition(b"data: ")[2])["response"]
+
+    response = asyncio.run(told())
+    assert response["status"] == "completed" and response["store"] is not deleted
+    assert kept_of(store, response["id"]) == [not deleted]
+
+
+def test_a_response_that_failed_is_not_found() -> None:
+    store, response = ResponseStore(1000), type("Unfinished", (), {"store": None})()
+    store.begin("a", response)
+    with pytest.raises(ApiError, match="has not ended"):
+        store.response("a")
+    del response
+    with pytest.raises(ApiError, match="not found"):
+        store.response("a")
 
 
 def test_references_to_items_of_kept_responses() -> None:

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Responses that a process keeps in memory, for requests that go on from them or refer to their items."""
 
+from __future__ import annotations
+
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -18,6 +21,12 @@ class _Output(msgspec.Struct):
     output: list[dict[str, Any]] = []
 
 
+class Unfinished(Protocol):
+    """A response that is being made. store: where it will be kept, if it will."""
+
+    store: ResponseStore | None
+
+
 class ResponseStore:
     """At most MOST_STORED responses, and `most` bytes of their JSON; the one unused for the longest time goes
     first. A response that takes more than all of it is not kept. For any thread."""
@@ -26,15 +35,22 @@ class ResponseStore:
         self._most, self._held = most, 0
         self._kept: OrderedDict[str, tuple[bytes, bytes]] = OrderedDict()
         self._makers: dict[str, str] = {}  # the response of each item of a kept one's output
+        self._unfinished = WeakValueDictionary[str, Unfinished]()
         self._lock = threading.Lock()
+
+    def begin(self, name: str, response: Unfinished) -> None:
+        """A response is being made, until it is put or nobody has it any more."""
+        with self._lock:
+            self._unfinished[name] = response
 
     def put(self, name: str, items: bytes, response: dict[str, Any]) -> None:
         """items: the conversation so far, as a JSON list; the response's output comes last."""
         kept = items, msgspec.json.encode(response)
         size = sum(map(len, kept))
-        if size > self._most:
-            return
         with self._lock:
+            self._unfinished.pop(name, None)
+            if size > self._most:
+                return
             while self._kept and (self._held + size > self._most or len(self._kept) >= MOST_STORED):
                 self._drop(next(iter(self._kept)))
             self._kept[name] = kept
@@ -51,8 +67,10 @@ class ResponseStore:
         with self._lock:
             if name not in self._kept:
                 raise ApiError(
-                    f"Response with id '{name[:100]}' not found: it was not stored, was deleted, or gave way"
-                    " to newer ones (--store-mib). Send the whole conversation as input",
+                    f"Response with id '{name[:100]}' has not ended: ask for it once its stream has"
+                    if name in self._unfinished
+                    else f"Response with id '{name[:100]}' not found: it was not stored, was deleted, or gave"
+                    " way to newer ones (--store-mib). Send the whole conversation as input",
                     404 if param is None else 400,
                     param,
                     "previous_response_not_found" if param else None,
@@ -87,4 +105,10 @@ class ResponseStore:
         return self._get(name, None)[1]
 
     def delete(self, name: str) -> None:
-        self._get(name, None, drop=True)
+        """Also one that is being made: it will not be kept. Raises ApiError."""
+        with self._lock:
+            unfinished = self._unfinished.pop(name, None)
+        if unfinished is None:
+            self._get(name, None, drop=True)
+        else:
+            unfinished.store = None

@@ -516,13 +516,15 @@ class _Reply(Items):
         self._top = request.top_logprobs or 0 if request.log_probs else None
         self._log_probs: list[Raw] = []  # of the last item
         self._finish: str | None = None
-        self._store = turn.served.store if lists else None
+        self.store = turn.served.store if lists else None
+        if self.store is not None:
+            self.store.begin(self.id, self)
 
     def _done(self) -> dict[str, Any]:
         """The whole response, kept if it is to be."""
         response = self._response("incomplete" if self._finish == "length" else "completed", self._finish)
-        if self._store is not None:
-            self._store.put(self.id, _joined((*self._lists, _kept_list(self._items))), response)
+        if self.store is not None:
+            self.store.put(self.id, _joined((*self._lists, _kept_list(self._items))), response)
         return response
 
     def _response(self, status: str, finish: str | None = None) -> dict[str, Any]:
@@ -540,7 +542,7 @@ class _Reply(Items):
             "output": self._items,
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": request.previous_response_id,
-            "store": self._store is not None,
+            "store": self.store is not None,
             "temperature": request.temperature,
             "text": request.text or {"format": {"type": "text"}},
             "tool_choice": request.tool_choice or "auto",
