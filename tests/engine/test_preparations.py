@@ -2,6 +2,7 @@
 """What requests go through before the scheduler's queue: those of the engine, and one more in its list."""
 
 import gc
+import threading
 import time
 from collections.abc import Iterator
 from concurrent import futures
@@ -15,6 +16,7 @@ from flashinfer_backend.core.request import Request
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.engine.preparations import Preparations
 from flashinfer_backend.structured.grammar import Grammar
+from waiting import wait_for
 
 GUIDE = {"grammar_type": "regex", "grammar": "[ab]{3}"}
 
@@ -146,6 +148,34 @@ def test_grammars_that_find_no_room_are_made_again_when_others_have_slots() -> N
     assert all(len(made.socket.tokens[each]) == 3 for each in guided - {3, 5})
     made.loop.preparations.advance()
     assert room.held == room.waiting == len(grammars._in_room) == 0
+
+
+def test_a_grammar_that_nobody_waits_for_any_more_is_not_compiled() -> None:
+    """Of those that have not begun: one that is being compiled is so to its end."""
+    made, go_on, begun = Engine(max_num_seqs=1), threading.Event(), list[str]()
+    grammars = made.loop._grammars
+    compile_guide, threads = grammars._compiler.compile, grammars._threads._max_workers
+
+    def slow(kind: str, text: str, end_id: int) -> Grammar:
+        begun.append(text)
+        assert go_on.wait(120)
+        return compile_guide(kind, text, end_id)
+
+    grammars._compiler.compile = slow  # type: ignore[method-assign]
+    for local_id in range(1, threads + 4):
+        made.submit(local_id, 3, grammar_type="regex", grammar=str(local_id))
+    made.step()
+    wait_for(lambda: len(begun) == threads)
+    made.cancel(threads + 1)
+    made.cancel(1)
+    made.step()
+    assert set(made.socket.codes.values()) == {protocol.FINISHED_CANCELLED} and len(made.socket.codes) == 2
+    go_on.set()
+    made.run()
+    while len(grammars):
+        made.step()
+    made.run()
+    assert sorted(begun) == [str(each) for each in range(1, threads + 4) if each != threads + 1]
 
 
 def test_who_finds_room_for_its_logits_keeps_its_place() -> None:
