@@ -13,14 +13,16 @@ from pathlib import Path
 import pytest
 
 from flashinfer_backend.transport import rundir
-from flashinfer_backend.triton_server.freeze_guard import LOOK_AGAIN_S, FreezeGuard
+from flashinfer_backend.triton_server.freeze_guard import FreezeGuard
 from waiting import wait_for
 
-CHILD = """
+LOOK_AGAIN_S = 0.5  # of the children, which look for others more often
+CHILD = f"""
 import ctypes
 import sys
 from pathlib import Path
 from flashinfer_backend.triton_server import freeze_guard
+freeze_guard.LOOK_AGAIN_S = {LOOK_AGAIN_S}
 guard = freeze_guard.FreezeGuard(Path(sys.argv[1]))
 for line in sys.stdin:
     if line == "count\\n":
@@ -132,7 +134,7 @@ def test_files_that_were_removed_are_made_again(pair):
     stopped, other = pair
     shutil.rmtree(stopped.file.parent.parent)
     wait_for(lambda: stopped.file.exists() and other.file.exists(), "the files to be made again")
-    time.sleep(2.5)  # so each has looked which others there are
+    time.sleep(LOOK_AGAIN_S + 0.5)  # so each has looked which others there are
     stand_still(stopped)
     assert stopped.ask("something") == ""
     assert other.ask("something") == "handled"
