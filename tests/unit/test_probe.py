@@ -151,10 +151,14 @@ def test_the_maintenance_server_reads_no_more_than_it_should_and_no_longer() -> 
                 for _ in range(100):
                     sock.sendall(b"x" * (1 << 20))
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 << 10
-        for begun in (b"GET / HTTP/1.1\r\n", b"POST / HTTP/1.1\r\ncontent-length: 999999\r\n\r\n"):
-            with socket.create_connection(("127.0.0.1", port), timeout=60) as sock:
+        with contextlib.ExitStack() as opened:
+            slow_clients = []
+            for begun in (b"GET / HTTP/1.1\r\n", b"POST / HTTP/1.1\r\ncontent-length: 999999\r\n\r\n"):
+                sock = opened.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
                 sock.sendall(begun)
                 sock.settimeout(0.2)
+                slow_clients.append(sock)
+            for sock in slow_clients:
                 wait_for(lambda sock=sock: _answer_to_a_slow_client(sock), timeout_s=30)
         slow = socket.create_connection(("127.0.0.1", port), timeout=60)
         slow.sendall(b"GET / HTTP/1.1\r\n")
