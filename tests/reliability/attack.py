@@ -375,15 +375,15 @@ class Attack:
                 f"averages are {load}. Its log ends:\n{self.server.log[-LOG_END:]}"
             ) from None
 
-    def round(self, harm: Callable[[], str]) -> None:
-        """One harm, and the way back. Raises AssertionError where there is none."""
+    def round(self, harm: Callable[[], str], late_s: float = 1.2) -> None:
+        """One harm, and the way back. late_s: after how long what is noticed only then is part of it. Raises
+        AssertionError where there is no way back."""
         name = harm()
         began = time.monotonic()
         self._wait_for_answers(name)
-        # What is noticed only now is part of this harm.
-        time.sleep(1.2)
+        time.sleep(late_s)
         self._wait_for_answers(name)
-        self.recoveries[name].append(max(0.0, time.monotonic() - began - 1.2))
+        self.recoveries[name].append(max(0.0, time.monotonic() - began - late_s))
         assert self.server.launcher.poll() is None, "serve ended"
         self.look_at_slow_clients()
 
