@@ -172,11 +172,11 @@ def test_storm_of_deaths_ends_in_answers_and_with_its_launcher(repository: Path,
     rng = random.Random(7)
     with running(repository, tmp_path, options=["--restarts", "0"]) as server:
         expected = server.text(PROMPT, 16)
-        parts = ["flashinfer_backend.engine"] * 4 + ["/llm/1/", "/postprocessing/1/", "bin/tritonserver"]
+        parts = ["flashinfer_backend.engine"] * 3 + ["/llm/1/", "/postprocessing/1/", "bin/tritonserver"]
         rng.shuffle(parts)
         for part in parts:
             streams = Streams(server, 3)
-            time.sleep(rng.uniform(0.0, 2.5))
+            time.sleep(rng.uniform(0.0, 1.5))
             for victim in server.matching(part)[:1]:
                 victim.kill()
             streams.join()
