@@ -10,7 +10,7 @@ from engine.harness import serve, start_core
 from flashinfer_backend.core.sampling_params import SamplingParams
 from needles import ANSWER, CASES, hide, make_needle_model, questions
 
-LENGTH = 6000
+LENGTH = 2400
 GREEDY = SamplingParams(max_tokens=1, temperature=0)
 
 
@@ -29,9 +29,9 @@ def test_transformers_finds_them(tmp_path):
 def test_the_engine_finds_them(cache, tmp_path):
     core = start_core(
         make_needle_model(tmp_path / "model"),
-        max_seq_len=8192,
-        max_num_tokens=1000,
-        max_tokens_in_paged_kv_cache=40_000,
+        max_seq_len=4096,
+        max_num_tokens=400,
+        max_tokens_in_paged_kv_cache=16_000,
         enable_kv_cache_reuse=True,
         kv_cache_dtype=cache,
     )
