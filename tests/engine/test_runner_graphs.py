@@ -28,8 +28,8 @@ def test_a_runner_with_graphs_gives_the_tokens_of_one_without(
     pieces; with experts next to them, larger ones too."""
     windows, options = feature == "windows", {}
     captures = replay_graphs(monkeypatch)
-    params = [SamplingParams(max_tokens=12 + 3 * i, temperature=0.7 * (i % 2), seed=i) for i in range(12)]
-    params[3].min_tokens, params[3].end_id = 20, 70
+    params = [SamplingParams(max_tokens=9 + 2 * i, temperature=0.7 * (i % 2), seed=i) for i in range(12)]
+    params[3].min_tokens, params[3].end_id = 12, 70
     folder, produced = shallow_model(), []
     if feature == "few blocks":
         options = {"max_tokens_in_paged_kv_cache": 300}
@@ -63,9 +63,9 @@ def test_a_runner_with_graphs_gives_the_tokens_of_one_without(
             if feature == "adapters":
                 # With the graphs of steps without adapters, and of those with one in each row.
                 for each in ("", str(tmp_path / "0")):
-                    alone = [msgspec.structs.replace(row, adapter=each) for row in params]
-                    produced[-1] += client.generate(PROMPTS, alone)
-    assert captures[0].replays > 50 and len(attentions) == 1 + windows
+                    alone = [msgspec.structs.replace(row, adapter=each) for row in params[:3]]
+                    produced[-1] += client.generate(PROMPTS[:3], alone)
+    assert captures[0].replays > 30 and len(attentions) == 1 + windows
     for attention in attentions:
         assert sum(each.taken for each in attention.planned) or feature in ("states", "experts")
     assert (max(pieces, default=0) > 48) == (feature == "experts")
@@ -73,7 +73,7 @@ def test_a_runner_with_graphs_gives_the_tokens_of_one_without(
     assert produced[0] == produced[1]
     assert bool(core.scheduler.preemptions) == (feature == "few blocks")
     if feature == "adapters":
-        assert produced[0][0] == produced[0][2 * len(PROMPTS)] != produced[0][len(PROMPTS)]
+        assert produced[0][0] == produced[0][-3] != produced[0][-6]
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
@@ -99,10 +99,10 @@ def test_steps_with_prompts_and_states_in_graphs(drafts: int, tmp_path: Path, mo
     if drafts:
         options |= {"speculative_method": "ngram", "max_draft_len": drafts, "min_matching_ngram_size": 1}
     params = [
-        SamplingParams(max_tokens=12 + 2 * i, temperature=0.7 * (i % 4 == 1), seed=i, end_id=-1)
-        for i in range(8)
+        SamplingParams(max_tokens=8 + 2 * i, temperature=0.7 * (i % 4 == 1), seed=i, end_id=-1)
+        for i in range(6)
     ]
-    prompts = [2 * prompt[:14] for prompt in PROMPTS[:8]]
+    prompts = [2 * prompt[:14] for prompt in PROMPTS[:6]]
     produced = []
     for name in ("without", "graphs"):
         core = start_core(folder, **options)
@@ -156,7 +156,7 @@ def test_decode_rows_beside_prompts_read_shared_prefixes_once(tmp_path: Path, mo
 def test_a_runner_with_graphs_has_an_eagle3_head_draft_the_same(tmp_path: Path, monkeypatch: Any) -> None:
     """As many steps with graphs as without, so as many accepted drafts; and the tokens of no drafts."""
     replay_graphs(monkeypatch)
-    params = [SamplingParams(max_tokens=40, temperature=0.7 * (i % 2), seed=i, end_id=-1) for i in range(3)]
+    params = [SamplingParams(max_tokens=24, temperature=0.7 * (i % 2), seed=i, end_id=-1) for i in range(3)]
     drafting = {"speculative_method": "eagle3", "draft_model": "bundled", "max_draft_len": 3}
     produced, steps, late = [], [], []
     for name in ("plain", "without", "graphs"):
@@ -209,7 +209,7 @@ def test_drafts_that_cannot_be_made_behind_a_step_harm_no_request(
 
             core.runner.settle = settled
         with serve(core, tmp_path / name) as client:
-            produced.append(client.generate(PROMPTS[:2], [SamplingParams(max_tokens=60, end_id=-1)] * 2))
+            produced.append(client.generate(PROMPTS[:2], [SamplingParams(max_tokens=30, end_id=-1)] * 2))
             assert not client.failure
     assert failed and "the drafts behind a step failed" in caplog.text
     assert produced[0] == produced[1]
