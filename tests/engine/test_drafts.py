@@ -26,7 +26,7 @@ PROMPTS = [[0, *range(40 + i, 60 + 5 * i)] for i in range(12)]
 def parameters() -> list[SamplingParams]:
     """Greedy and sampled ones, alone and with all that sampling can be asked for."""
     params = [
-        SamplingParams(max_tokens=20 + 2 * i, temperature=0.8 * (i % 2), seed=2**40 + i, end_id=-1)
+        SamplingParams(max_tokens=16 + i, temperature=0.8 * (i % 2), seed=2**40 + i, end_id=-1)
         for i in range(len(PROMPTS))
     ]
     params[3].max_tokens, params[4].max_tokens = 1, 2
@@ -36,7 +36,7 @@ def parameters() -> list[SamplingParams]:
     params[8].log_probs, params[8].top_logprobs = True, 3
     params[1].allowed_ids = [*range(3, 200, 3), 101]
     params[9].bias_ids, params[9].bias_values, params[9].generation_logits = [5, 50], [4.0, -9.0], True
-    params[10].min_tokens, params[10].late_ids, params[10].end_id = 15, [30, 32], 101
+    params[10].min_tokens, params[10].late_ids, params[10].end_id = 12, [30, 32], 101
     params[11].log_probs = True
     params[11].repetition_penalty = params[11].frequency_penalty = 1.1
     return params

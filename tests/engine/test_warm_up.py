@@ -30,16 +30,16 @@ def test_sequences_after_a_warm_up_have_the_tokens_of_those_before(
     tmp_path: Path, kind: str, settings: dict[str, Any]
 ) -> None:
     model = Path("bundled") if kind == "bundled" else make_checkpoint(kind, tmp_path / "model")
-    core = start_core(model, max_num_seqs=24, enable_kv_cache_reuse=False, **settings)
-    params = SamplingParams(max_tokens=12, temperature=0.0)
+    core = start_core(model, max_num_seqs=12, enable_kv_cache_reuse=False, **settings)
+    params = SamplingParams(max_tokens=8, temperature=0.0)
     with serve(core, tmp_path / "run") as client:
-        before = client.generate(PROMPTS * 8, params)
+        before = client.generate(PROMPTS * 4, params)
     warm_up.warm_up_prompts(core.config, core.runner)
     warm_up.warm_up_products(core.config, core.runner)
     warm_up.warm_up_mixed(core.config, core.runner)
     warm_up.warm_up_sampling(core.config, core.runner)
     with serve(core, tmp_path / "again") as client:
-        assert client.generate(PROMPTS * 8, params) == before
+        assert client.generate(PROMPTS * 4, params) == before
     core.close()
 
 
