@@ -21,7 +21,7 @@ def test_random_requests_to_the_models(server: Server) -> None:
 
 
 def test_random_requests_to_the_openai_api(api: OpenAiServer) -> None:
-    check(fuzz(OpenAiFuzz(api, "hermes"), 800, seed=7), tuple(OpenAiFuzz.ROUTES))
+    check(fuzz(OpenAiFuzz(api, "hermes"), 400, seed=7), tuple(OpenAiFuzz.ROUTES))
     assert "Traceback" not in api.log
 
 
