@@ -110,8 +110,9 @@ def test_killed_engine_is_replaced(harmed: Server) -> None:
 
 
 def test_whatever_dies_is_replaced_and_the_engine_stays(harmed: Server) -> None:
-    """One after the other, so the same engine has to outlive them all."""
-    parts = ("/preprocessing/1/", "/llm/1/", "/postprocessing/1/", "bin/tritonserver")
+    """One after the other, so the same engine has to outlive them all. Of postprocessing it is asked in
+    test_openai_beside.py."""
+    parts = ("/preprocessing/1/", "/llm/1/", "bin/tritonserver")
     expected, engine, before = harmed.text(PROMPT, 16), harmed.engine_pid(), times_ready_again(harmed)
     for times, part in enumerate(parts, before + 1):
         streams = Streams(harmed, 12)
