@@ -4,14 +4,13 @@
 import json
 import re
 import threading
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from checkpoints import make_checkpoint
-from engine.harness import serve, start_core
+from engine.harness import serve, shallow_model, start_core
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.sampling_params import NO_TOKEN_LEFT, SamplingParams
 from flashinfer_backend.engine.start import Core
@@ -45,7 +44,7 @@ def tokenizer() -> TextTokenizer:
 
 
 def start_bundled(**settings: Any) -> Core:
-    return start_core(Path("bundled"), **({"max_seq_len": 512, "max_num_seqs": 12} | settings))
+    return start_core(shallow_model(), **({"max_seq_len": 512, "max_num_seqs": 12} | settings))
 
 
 def guided(kind: str, text: str = "", seed: int = 0, **options: Any) -> SamplingParams:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import zmq
 
-from engine.harness import serve, start_core
+from engine.harness import serve, shallow_model, start_core
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.engine.kv_events import MOST_RECEIVED, MOST_TOPICS, Publisher, Replay, _bound
@@ -74,7 +74,7 @@ def test_an_index_of_the_events_is_the_cache(tmp_path: Path, monkeypatch: Any) -
     endpoint, again = (f"tcp://127.0.0.1:{port}" for port in free_ports(2))
     few = {"max_num_tokens": 32, "max_num_tokens_while_decoding": 32, "max_tokens_in_paged_kv_cache": 256}
     core = start_core(
-        Path("bundled"),
+        shallow_model(),
         max_num_seqs=6,
         max_seq_len=160,
         tokens_per_block=16,

@@ -152,9 +152,8 @@ def test_a_preempted_sequence_goes_on_from_a_snapshot(folder: Path, tmp_path: Pa
     few = {"max_tokens_in_paged_kv_cache": 256, "max_seq_len": 160}
     core, prompts = start(folder, **few), [tokens(40, seed=seed) for seed in range(8, 12)]
     long = SamplingParams(max_tokens=100, temperature=0.0)
-    alone = start(folder)
-    with serve(alone, tmp_path / "alone") as client:
-        expected = [client.generate([prompt], long)[0] for prompt in prompts]
+    with serve(start(folder), tmp_path / "room") as client:
+        expected = client.generate(prompts, long)
     blocks = core.scheduler.blocks_reused
     with serve(core, tmp_path / "few") as client:
         assert client.generate(prompts, long) == expected
