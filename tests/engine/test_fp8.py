@@ -15,7 +15,7 @@ from flashinfer_backend.worker import memory
 from quantised import LAYOUTS, PROMPTS, Quantised, make_quantised
 
 VOCAB = 256
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3")
 CASES = [(layout, "llama") for layout in LAYOUTS if layout != "dense"] + [
     (layout, kind) for kind in FAMILIES[1:] for layout in ("ct-dynamic", "modelopt", "blocks", "on-load")
 ]
