@@ -30,7 +30,7 @@ from flashinfer_backend.openai.chat import Answer, Conversation, Turn
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.formats import choice, harmony
 from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, Event, merged
-from flashinfer_backend.openai.link import Stream, Streams
+from flashinfer_backend.openai.link import ClientLeft, Stream, Streams
 from flashinfer_backend.openai.log_probs import TokenTexts, chat_log_probs, chat_token
 from flashinfer_backend.openai.model import Model
 from flashinfer_backend.openai.requests import (
@@ -887,6 +887,31 @@ def test_a_requests_sequences_go_with_it_without_a_search_for_circles() -> None:
         assert own() is None and stream.streams is None
         del stream
         assert one() is None
+    finally:
+        gc.enable()
+
+
+def test_a_request_whose_client_has_left_goes_without_a_search_for_circles() -> None:
+    """With its answer: that has its fields, megabytes of them, and the store says that it has not ended."""
+    link: Any = SimpleNamespace(engines=SimpleNamespace(cancel=None), schedule=None)
+    streams = Streams(link)
+    Stream(GenerationRequest(np.arange(4, dtype="<i4"), SamplingParams(max_tokens=9)), link, streams)
+    own = weakref.ref(streams)
+
+    async def answer(streams: Streams) -> None:
+        try:
+            async for _ in streams:
+                pass
+        except ClientLeft:
+            return
+        raise AssertionError("nobody has left")
+
+    gc.disable()
+    try:
+        streams.leave()
+        asyncio.run(answer(streams))
+        del streams
+        assert own() is None
     finally:
         gc.enable()
 

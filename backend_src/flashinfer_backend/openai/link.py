@@ -298,6 +298,12 @@ class Streams:
         self._failure = error
         self._wake()
 
+    def _last_failure(self) -> Exception:
+        """Kept no longer: once it is raised it refers to all that has waited for us, and so to us."""
+        failure, self._failure, self._open = self._failure, None, 0
+        assert failure is not None
+        return failure
+
     def cancel(self) -> None:
         """Ends all sequences that still run. Each is told once, however often this is called."""
         if self._cancelled:
@@ -325,7 +331,7 @@ class Streams:
             self._open = len(self.all)
         while self._open:
             if self._failure is not None:
-                raise self._failure
+                raise self._last_failure()
             while self._ready:
                 stream, chunk = self._ready.popleft()
                 chunk = stream.take() if chunk is None else chunk
