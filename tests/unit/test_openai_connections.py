@@ -275,16 +275,19 @@ def test_an_answer_may_take_longer_than_its_request() -> None:
 
 
 @pytest.mark.parametrize("requests", [1, 2])
-def test_a_client_that_ends_its_side_behind_its_requests_is_answered(requests: int) -> None:
+@pytest.mark.parametrize("half", [b"", b"GET / HT", WHOLE[:-1]], ids=["", "half", "half-body"])
+def test_a_client_that_ends_its_side_behind_its_requests_is_answered(requests: int, half: bytes) -> None:
     waits = WHOLE.replace(b"/ ", b"/wait ", 1)
-    with running() as server, server.connect(waits * requests) as sock:
+    with running() as server, server.connect(waits * requests + half) as sock:
         sock.shutdown(socket.SHUT_WR)
         wait_for(lambda: server.server.server_state.connections)
         time.sleep(0.3)
         server.release.set()
-        lines = answer(sock).split(b"\r\n")
+        got, *refused = answer(sock).split(b"HTTP/1.1 400 ")
+        lines = got.split(b"\r\n")
         assert lines.count(b"HTTP/1.1 200 OK") == requests and lines[-1] == b"done"
         assert lines[0] == b"HTTP/1.1 100 Continue" or requests > 1
+        assert len(refused) == len(server.errors) == bool(half)
         wait_for(lambda: not server.server.server_state.connections)
 
 

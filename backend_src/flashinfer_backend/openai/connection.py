@@ -49,6 +49,7 @@ UNREAD_LOOK_S = 0.25  # between two looks at what is kept for clients that do no
 
 # Refusals: status and message.
 NO_HTTP = 400, "what has arrived is not a request in HTTP/1.1; this port has no TLS"
+CUT_OFF = 400, "the connection's sending side was closed before all of the request had arrived"
 NO_PATH = 400, "the request's path cannot be read; it should begin with / and have less than 65536 bytes"
 TOO_MANY = (
     429,
@@ -355,6 +356,8 @@ class Connection(HttpToolsProtocol):
         self._ends_later = bool(self._later)
         if self._ends_later or self._ended:
             return True
+        if self._arriving and self._whole > 0:
+            self._refuse(*CUT_OFF)
         if self._arriving or not self._unanswered or self.cycle.scope["http_version"] != "1.1":
             return False
         self._ended = True
