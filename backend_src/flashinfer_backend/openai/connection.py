@@ -498,6 +498,6 @@ class Connection(HttpToolsProtocol):
             self._last_words, self._arriving = answer, False
             self._forget_later()
             return
-        if not self.answering:
+        if not self.answering and not self._whole:  # -1: it has its answer
             self.transport.write(answer)
         self.transport.close()
