@@ -38,12 +38,13 @@ from flashinfer_backend.openai.requests import (
     AllowedFunctions,
     ChatRequest,
     FunctionChoice,
+    ItemsQuery,
     MessagesRequest,
     ResponsesRequest,
     decode,
 )
 from flashinfer_backend.openai.response_store import ResponseStore
-from flashinfer_backend.openai.responses import _Reply, messages_of, without_references
+from flashinfer_backend.openai.responses import _Reply, input_page, messages_of, without_references
 from flashinfer_backend.openai.sampling import Defaults, EngineLimits, Length, NamedTokens, sampling_params
 from flashinfer_backend.openai.served_model import ServedModel
 from flashinfer_backend.openai.template import ChatTemplate, plain_messages
@@ -872,6 +873,25 @@ def test_references_to_items_of_kept_responses() -> None:
     served.store = None
     with pytest.raises(ApiError, match=r"^input\[1\] needs kept responses: .*--store-mib"):
         referring("msg_1")
+
+
+@pytest.mark.parametrize("order", ["asc", "desc"])
+def test_pages_of_items_with_the_same_id_come_to_an_end(order: Any) -> None:
+    """As where a client sends an item of an earlier response once more. Each has an id of its own there."""
+    store, given = ResponseStore(10_000), [*("ab"), None, *("ab"), 5, ["a"]]
+    items = [{"role": "user", "content": str(n), "id": each} for n, each in enumerate(given)]
+    store.put("resp_x", encode(items), {"output": []})
+    found: list[dict[str, Any]] = []
+    more = True
+    while more:
+        after = found[-1]["id"] if found else None
+        page = input_page(store, "resp_x", ItemsQuery(limit=2, order=order, after=after))
+        found, more = found + page["data"], page["has_more"]
+        assert len(found) <= len(items)
+    if order == "desc":
+        found.reverse()
+    assert [item["content"][0]["text"] for item in found] == [str(n) for n in range(len(items))]
+    assert [item["id"] for item in found][:2] == ["a", "b"] and len({item["id"] for item in found}) == 7
 
 
 def test_a_requests_sequences_go_with_it_without_a_search_for_circles() -> None:

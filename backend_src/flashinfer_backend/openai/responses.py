@@ -200,16 +200,22 @@ def store_of(served: ServedModel, param: str | None = None) -> ResponseStore:
 def input_page(store: ResponseStore, name: str, query: ItemsQuery) -> dict[str, Any]:
     """A page of the items that a kept response was made of. Raises ApiError."""
     digits = name.removeprefix("resp_")
-    items = [_with_id(item, f"{digits}{n:04x}") for n, item in enumerate(store.input(name))]
+    items: dict[str, dict[str, Any]] = {}  # by id, of which clients can have given the same one twice
+    for n, item in enumerate(store.input(name)):
+        own = f"{digits}{n:04x}"
+        named = _with_id(item, own)
+        if named["id"] in items:  # pages go on behind an id
+            named = _with_id({**item, "id": None}, own)
+        items[named["id"]] = named
+    ids = list(items)
     if query.order == "desc":
-        items.reverse()
+        ids.reverse()
     begin = 0
     if query.after is not None:
-        ids = [item["id"] for item in items]
         if query.after not in ids:
             raise field_error("after", f"is {shown(query.after)}, which is no item of {name}")
         begin = ids.index(query.after) + 1
-    page = items[begin : begin + query.limit]
+    page = [items[each] for each in ids[begin : begin + query.limit]]
     return {
         "object": "list",
         "data": page,
