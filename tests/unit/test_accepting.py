@@ -139,6 +139,20 @@ def engines_for(sequences: int) -> Callable[[Any], int]:
     return submit
 
 
+@pytest.mark.parametrize("field", ["request_id", "parameters"])
+def test_an_id_and_parameters_that_are_no_utf8_are_refused_in_words(
+    bench: Bench, tmp_path: Path, field: str
+) -> None:
+    bench.responder.metrics = Counts()  # type: ignore[assignment]
+    model, sender = make_model(bench, tmp_path, Mock()), Sender()
+    asked = request(sender, {})
+    setattr(asked, field, lambda: b'{"a":"\xff"}'.decode())
+    model.execute([asked])
+    model._freeze_guard.close()
+    words = "the request's id or a parameter is not UTF-8: invalid start byte at byte 6"
+    assert [error.message for _, _, error in sender.sent] == [words]
+
+
 def test_without_an_engine_a_request_is_refused_and_counted_once(bench: Bench, tmp_path: Path) -> None:
     two = np.array([[2]], np.int32)
     error, counts = execute(bench, tmp_path, engines_for(0), num_return_sequences=two)

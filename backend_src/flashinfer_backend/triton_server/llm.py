@@ -135,6 +135,9 @@ class TritonPythonModel:
     def _errors_to(self, sender: Any) -> Iterator[None]:
         try:
             yield
+        except UnicodeDecodeError as error:  # by the stub; HTTP generate checks no bytes
+            message = f"the request's id or a parameter is not UTF-8: {error.reason} at byte {error.start}"
+            self._responder.refuse(sender, message, self._pb.TritonError.INTERNAL)
         except ValueError as error:
             # TensorRT-LLM's backend answers every mistake with INTERNAL; so does this one, everywhere.
             self._responder.refuse(sender, str(error), self._pb.TritonError.INTERNAL)
