@@ -222,16 +222,19 @@ def test_a_request_that_does_not_arrive_is_cut(sent: bytes, status: bytes) -> No
         wait_for(lambda: not server.server.server_state.connections)
 
 
-NO_HTTP, NO_PATH = "not a request in HTTP/1.1", "the request's path cannot be read"
+NO_HTTP, NO_PATH = "not a request in HTTP/1.1: ", "the request's path cannot be read"
 TOO_LONG = "the request's headers have more than 65536 bytes"
 
 
 @pytest.mark.parametrize(
     ("sent", "words"),
     [
-        (b"\x16\x03\x01\x02\x00\x01\x00", NO_HTTP),
-        (b"GET / HTTP/7.1\r\n\r\n", NO_HTTP),
-        (WHOLE.replace(b": 4", b": x"), NO_HTTP),
+        (
+            b"\x16\x03\x01\x02\x00\x01\x00",
+            "does not begin with a method of HTTP/1.1, such as POST; this port has no TLS",
+        ),
+        (b"GET / HTTP/7.1\r\n\r\n", NO_HTTP + "Invalid HTTP version"),
+        (WHOLE.replace(b": 4", b": x"), NO_HTTP + "Invalid character in Content-Length"),
         (b"CONNECT x:80 HTTP/1.1\r\n\r\n" + WHOLE, NO_PATH),
         (b"GET /" + b"x" * 65535 + b" HTTP/1.1\r\n\r\n", NO_PATH),
         (b"GET / HTTP/1.1\r\nx: " + b"y" * 65535 + b"\r\n\r\n", TOO_LONG),  # all of it is read at once

@@ -48,7 +48,10 @@ MOST_OLDEST = 64  # connections of which one makes room: the oldest of which all
 UNREAD_LOOK_S = 0.25  # between two looks at what is kept for clients that do not read
 
 # Refusals: status and message.
-NO_HTTP = 400, "what has arrived is not a request in HTTP/1.1; this port has no TLS"
+NO_METHOD = (
+    400,
+    "what has arrived does not begin with a method of HTTP/1.1, such as POST; this port has no TLS",
+)
 CUT_OFF = 400, "the connection's sending side was closed before all of the request had arrived"
 NO_PATH = 400, "the request's path cannot be read; it should begin with / and have less than 65536 bytes"
 TOO_MANY = (
@@ -318,8 +321,12 @@ class Connection(HttpToolsProtocol):
                 data = self._parse(data)
         except httptools.HttpParserError as error:
             if self._last_words is None:
-                of_callback = isinstance(error, httptools.HttpParserCallbackError)
-                self._refuse(*(self._refusal if of_callback else NO_HTTP))
+                if isinstance(error, httptools.HttpParserCallbackError):
+                    self._refuse(*self._refusal)
+                elif isinstance(error, httptools.HttpParserInvalidMethodError):
+                    self._refuse(*NO_METHOD)
+                else:
+                    self._refuse(400, f"what has arrived is not a request in HTTP/1.1: {error}")
                 return
         if self._arriving:
             self._header_bytes += self._read_bytes
