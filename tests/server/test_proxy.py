@@ -10,10 +10,13 @@ import socket
 import ssl
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from asking import PROMPT
-from running import ROOT, Server, answers_well, fetch, wait_for
+from openai_server import OpenAiServer
+from running import ROOT, Server, fetch, wait_for
 
 from ports import free_ports
 
@@ -24,10 +27,25 @@ KEY = {"Authorization": "Bearer a-key"}
 Ask = Callable[..., tuple[int, str]]
 
 
-@pytest.fixture(scope="module")
-def nginx(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, ssl.SSLContext]]:
-    """Its port, and whom its clients trust. It waits 2 s for slow senders, a fifth of the time."""
-    folder = tmp_path_factory.mktemp("proxy")
+class Nginx(NamedTuple):
+    """Its port, and whom its clients trust."""
+
+    port: int
+    trusted: ssl.SSLContext
+
+    def ask(self, path: str, body: bytes | Iterable[bytes] | None = None, **headers: str) -> tuple[int, str]:
+        """Status and text of an answer."""
+        return fetch(f"https://127.0.0.1:{self.port}/{path}", body, headers, context=self.trusted)[::2]
+
+    def asks_for_keys(self) -> bool:
+        with contextlib.suppress(OSError):
+            return self.ask("v1/models")[0] == 401
+        return False
+
+
+@contextlib.contextmanager
+def in_front(folder: Path, triton_port: int, openai_port: int) -> Iterator[Nginx]:
+    """It waits 2 s for slow senders, a fifth of the time."""
     certificate, key = folder / "certificate.pem", folder / "key.pem"
     subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
     subprocess.run(
@@ -41,7 +59,8 @@ def nginx(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     text = (ROOT / "docker" / "nginx.conf").read_text()
     values = {
         "KEYS_FILE": folder / "keys",
-        "TRITON_HTTP_PORT": server.url.rpartition(":")[2],
+        "TRITON_HTTP_PORT": triton_port,
+        "OPENAI_PORT": openai_port,
         "LISTEN_PORT": f"127.0.0.1:{port}",
         "CERTIFICATE_KEY": key,
         "CERTIFICATE": certificate,
@@ -64,23 +83,23 @@ def nginx(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     trusted = ssl.create_default_context(cafile=str(certificate))
 
     try:
-        live = f"https://127.0.0.1:{port}/v2/health/live"
-        wait_for(lambda: answers_well(live, context=trusted), "nginx")
-        yield port, trusted
+        wait_for(Nginx(port, trusted).asks_for_keys, "nginx")
+        yield Nginx(port, trusted)
     finally:
         process.terminate()
         process.wait(120)
 
 
+@pytest.fixture(scope="module")
+def nginx(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nginx]:
+    port = int(server.url.rpartition(":")[2])
+    with in_front(tmp_path_factory.mktemp("proxy"), port, *free_ports(1)) as started:
+        yield started
+
+
 @pytest.fixture
-def proxy(nginx: tuple[int, ssl.SSLContext]) -> Ask:
-    """Asks the proxy: (path, body, headers) to status and text."""
-    port, trusted = nginx
-
-    def ask(path: str, body: bytes | Iterable[bytes] | None = None, **headers: str) -> tuple[int, str]:
-        return fetch(f"https://127.0.0.1:{port}/{path}", body, headers, context=trusted)[::2]
-
-    return ask
+def proxy(nginx: Nginx) -> Ask:
+    return nginx.ask
 
 
 def generate(proxy: Ask, **headers: str) -> tuple[int, str]:
@@ -110,6 +129,28 @@ def test_without_a_key_or_beyond_the_ensemble_there_is_nothing(proxy: Ask) -> No
     assert proxy("v2/repository/models/llm/unload", b"{}", **KEY)[0] == 404
 
 
+def test_a_key_opens_the_openai_api(api: OpenAiServer, tmp_path: Path) -> None:
+    with in_front(tmp_path, *free_ports(1), api.port) as nginx:
+        check_openai_api(nginx.ask)
+
+
+def check_openai_api(proxy: Ask) -> None:
+    chat = {"model": "m", "messages": [{"role": "user", "content": "Once"}], "max_tokens": 4}
+    listed = proxy("v1/models", **KEY)
+    assert listed[0] == 200
+    chat["model"] = json.loads(listed[1])["data"][0]["id"]
+    asked = json.dumps(chat).encode() + b" " * (1 << 20)  # more than the ensemble may be sent
+    status, text = proxy("v1/chat/completions", asked, **KEY)
+    assert status == 200 and json.loads(text)["usage"]["completion_tokens"] == 4
+    status, text = proxy("v1/chat/completions", json.dumps(chat | {"stream": True}).encode(), **KEY)
+    assert status == 200 and text.count("data: ") > 4 and text.endswith("data: [DONE]\n\n")
+    status, text = proxy("v1/messages", json.dumps(chat).encode(), **{"x-api-key": "a-key"})
+    assert status == 200 and json.loads(text)["usage"]["output_tokens"] == 4
+    for headers in ({}, {"x-api-key": "another"}, {"x-api-key": "a-key", "Authorization": "Bearer another"}):
+        assert proxy("v1/chat/completions", asked, **headers)[0] == 401
+    assert proxy("v1/load_lora_adapter", b"{}", **KEY)[0] == 404
+
+
 def test_large_and_deep_requests_are_refused_and_harm_nobody(proxy: Ask, server: Server) -> None:
     large = json.dumps({"text_input": "a" * (1 << 20), "max_tokens": 1}).encode()
     status, text = proxy("v2/models/ensemble/generate", large, **KEY)
@@ -122,7 +163,7 @@ def test_large_and_deep_requests_are_refused_and_harm_nobody(proxy: Ask, server:
 
 
 def test_compressed_bodies_and_floods_of_chunks_never_reach_the_server(
-    proxy: Ask, nginx: tuple[int, ssl.SSLContext], server: Server
+    proxy: Ask, nginx: Nginx, server: Server
 ) -> None:
     """tritonserver took gigabytes for them."""
     (tritonserver,) = server.matching("bin/tritonserver")
@@ -161,9 +202,7 @@ def generate_packed(proxy: Ask, body: bytes, encoding: str) -> tuple[int, str]:
     return proxy("v2/models/ensemble/generate", body, **KEY, **{"Content-Encoding": encoding})
 
 
-def test_slow_senders_wait_in_nginx_and_are_cut(
-    proxy: Ask, nginx: tuple[int, ssl.SSLContext], server: Server
-) -> None:
+def test_slow_senders_wait_in_nginx_and_are_cut(proxy: Ask, nginx: Nginx, server: Server) -> None:
     port, trusted = nginx
     (tritonserver,) = server.matching("bin/tritonserver")
     before = tritonserver.num_fds()
