@@ -432,19 +432,7 @@ class _Reply(Choices):
         async for stream, chunk in self._turn.streams:
             events[stream.index] += await self._take(stream, chunk)
             chunks[stream.index].append(chunk)
-        choices: list[dict[str, Any]] = [
-            {
-                "index": index,
-                "message": _message(answer, events[index]),
-                "logprobs": None,
-                "finish_reason": answer.finish,
-            }
-            for index, answer in enumerate(self._answers)
-        ]
-        if self._request.return_token_ids:
-            for choice, found in zip(choices, chunks, strict=True):
-                choice["token_ids"] = [token for chunk in found for token in chunk.ids]
-        body = self._whole(self._told(choices, chunks))
+        body = self._whole(self._choices(events, chunks))
         if self._request.return_token_ids:
             body["prompt_token_ids"] = self._turn.prompt
         if (logits := self._turn.streams.all[0].logits) is not None:
@@ -455,18 +443,23 @@ class _Reply(Choices):
             body["prompt_logprobs"] = await in_thread_if_many(write, len(told.prompt), top)
         return body
 
-    async def _told(
-        self, choices: list[dict[str, Any]], chunks: list[list[Chunk]]
+    async def _choices(
+        self, events: list[list[Event]], chunks: list[list[Chunk]]
     ) -> AsyncIterator[dict[str, Any]]:
-        """Choices with the log probabilities of their chunks."""
-        for choice, found in zip(choices, chunks, strict=True):
-            if not self._request.logprobs:
-                yield choice
-                continue
-            probs = [
-                each for chunk in found for each in await token_log_probs(self._turn.served, chunk, self._top)
-            ]
-            yield choice | {"logprobs": {"content": probs}}
+        """What the answer has of each sequence, made when it is sent."""
+        for index, answer in enumerate(self._answers):
+            probs: list[Raw] = []
+            for chunk in chunks[index] if self._request.logprobs else ():
+                probs += await token_log_probs(self._turn.served, chunk, self._top)
+            choice: dict[str, Any] = {
+                "index": index,
+                "message": _message(answer, events[index]),
+                "logprobs": {"content": probs} if self._request.logprobs else None,
+                "finish_reason": answer.finish,
+            }
+            if self._request.return_token_ids:
+                choice["token_ids"] = [token for chunk in chunks[index] for token in chunk.ids]
+            yield choice
 
     async def events(self) -> AsyncIterator[bytes]:
         request = self._request
