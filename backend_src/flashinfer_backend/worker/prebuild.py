@@ -38,7 +38,8 @@ from flashinfer_backend.core.parent import end_with_parent
 from flashinfer_backend.core.progress import telling
 from flashinfer_backend.core.tuned import Tuned
 from flashinfer_backend.models.spec import ModelSpec
-from flashinfer_backend.ops import delta_rows, device
+from flashinfer_backend.ops import blocks_linear, delta_rows, device, gated_linear, int4_linear, mxfp4_experts
+from flashinfer_backend.ops.weight import FORMATS, Int4
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ LONGEST_FIRST = (
     "mxfp4_experts", "blocks_linear", "delta_rows", "silu", "gelu_tanh", "xqa",
 )  # fmt: skip
 ACTIVATIONS: tuple[Kind, ...] = ("silu", "gelu_tanh")  # with modules of their own
+ONE_VARIANT = {"blocks_linear": blocks_linear, "mxfp4_experts": mxfp4_experts, "delta_rows": delta_rows}
 FILE_MEMORY = 2 << 30  # bytes that compiling one file may take
 # In FlashInfer's build folder. Its own common builds also take the lock: they write the same log of ninja's,
 # which gets a line for each finished step.
@@ -261,23 +263,10 @@ def _spec(kind: Kind, model: ModelSpec, config: EngineConfig, dtype: torch.dtype
 
         return gen_trtllm_comm_module()
     if kind in ("gated_linear", "gated_linear_fp8"):
-        from flashinfer_backend.ops import gated_linear
-
         return gated_linear.spec(dtype if kind == "gated_linear" else torch.float8_e4m3fn)
-    if kind == "blocks_linear":
-        from flashinfer_backend.ops import blocks_linear
-
-        return blocks_linear.spec()
-    if kind == "mxfp4_experts":
-        from flashinfer_backend.ops import mxfp4_experts
-
-        return mxfp4_experts.spec()
-    if kind == "delta_rows":
-        return delta_rows.spec()
+    if kind in ONE_VARIANT:
+        return ONE_VARIANT[kind].spec()
     if kind == "int4_linear":
-        from flashinfer_backend.ops import int4_linear
-        from flashinfer_backend.ops.weight import FORMATS, Int4
-
         format = FORMATS[_int4_format(model) or ""]
         assert isinstance(format, Int4)
         return int4_linear.spec(dtype, int4_linear.parts_of(format.group), format.zeros)
