@@ -166,8 +166,14 @@ class Product:
         return source._replace(part=part)
 
     def check_format(self, shard: Shard) -> None:
-        """Raise UnsupportedModelError where the sources cannot be stored as one weight of the format."""
+        """Raise UnsupportedModelError where the sources cannot be stored as one weight of the format, or the
+        format is not computed for experts."""
         where = f" on each of {shard.size} ranks" if shard.size > 1 else ""
+        if self.experts and self.format == "fp8_static":
+            raise UnsupportedModelError(
+                "experts in FP8 with stored scales of activations are not supported; take one with dynamic"
+                " scales, or the 16-bit checkpoint, with the knob quantization=fp8 if it should be FP8"
+            )
         if self.centred and self.format not in CENTRED:
             raise UnsupportedModelError(
                 f"{', '.join(self.modules)} have format {self.format}, of which the mean that this family's"
@@ -688,11 +694,7 @@ class ModelSpec:
         return self.with_format("fp8_on_load")
 
     def checked(self: Spec) -> Spec:
-        """Itself. Raises UnsupportedModelError where a product cannot be stored in its format, and where
-        experts have a format that is not computed."""
-        for product in self.products:
-            if product.experts:
-                _check_experts_format(product.format)
+        """Itself. Raises UnsupportedModelError as check_format does of its products."""
         for product in self.products:
             product.check_format(self.shard)
         return self
@@ -835,11 +837,3 @@ class ModelSpec:
 def _check_divides(size: int, count: int, name: str, knob: str = "tensor_parallel_size") -> None:
     if count % size:
         raise UnsupportedModelError(f"{knob}={size} should divide {name}, which is {count}")
-
-
-def _check_experts_format(format: WeightFormat) -> None:
-    if format == "fp8_static":
-        raise UnsupportedModelError(
-            "experts in FP8 with stored scales of activations are not supported; take one with dynamic"
-            " scales, or the 16-bit checkpoint, with the knob quantization=fp8 if it should be FP8"
-        )
