@@ -216,19 +216,15 @@ class ServedModel:
         the engine, each its own. Raises ClientDisconnect."""
         if client_left():  # thousands of sequences would take a tenth of a second of all other clients
             raise ClientDisconnect
-        for name, held, bound, of in (
-            ("prompt", lambda row: len(row.prompt), FIELDS["input_ids"], "ids"),
-            ("bad_words", lambda row: sum(map(len, row.params.bad_words)), WORD_IDS, "ids"),
-            (
-                "allowed_token_ids",
-                lambda row: len(row.params.allowed_ids),
-                FIELDS["allowed_token_ids"],
-                "ids",
-            ),
-            ("the guide", lambda row: len(row.params.grammar), GUIDE, "characters"),
+        for name, held, bound in (
+            ("prompt", lambda row: len(row.prompt), FIELDS["input_ids"]),
+            ("bad_words", lambda row: sum(map(len, row.params.bad_words)), WORD_IDS),
+            ("allowed_token_ids", lambda row: len(row.params.allowed_ids), FIELDS["allowed_token_ids"]),
+            ("the guide", lambda row: len(row.params.grammar), GUIDE),
         ):
             found = sum(held(row) * count for row, count in rows)
             if bound.sequences is not None and found > bound.sequences:
+                of = "characters" if bound is GUIDE else bound.of
                 raise ApiError(
                     f"{name} has {found} {of} for all answers of the request together; it should have at most"
                     f" {bound.sequences}. Ask for fewer answers at a time",
