@@ -20,7 +20,8 @@ from flashinfer_backend.ops import cublas, cuda_fp8, cuda_int4, gated_linear, tr
 from flashinfer_backend.ops.cuda_experts import experts_add, router_logits
 from flashinfer_backend.ops.tilings import choose, choose_adapted
 from flashinfer_backend.ops.torch_delta import count_held
-from flashinfer_backend.ops.torch_ops import embedded_down, xielu
+from flashinfer_backend.ops.torch_ops import activate as activate_in_torch
+from flashinfer_backend.ops.torch_ops import embedded_down
 from flashinfer_backend.ops.triton_adapters import expand, group_adapters, shrink
 from flashinfer_backend.ops.triton_delta import MOST_PENDING, delta_net
 from flashinfer_backend.ops.triton_drafts import (
@@ -227,14 +228,9 @@ def add_embedded(hidden: Tensor, ids: Tensor, low: LowRank, chosen: Chosen) -> T
 
 
 def activate(x: Tensor, activation: str, numbers: Tensor | None = None) -> Tensor:
-    """x[T, 2I] -> activation(gate) * rest [T, I] with "silu" or "gelu_tanh"; with "relu2" and "gelu", which
-    have no gate, of x[T, I]. numbers: of "xielu". See ops.torch_ops."""
-    if numbers is not None:
-        return xielu(x, numbers)
-    if activation == "relu2":
-        return F.relu(x).square_()
-    if activation == "gelu":
-        return F.gelu(x)
+    """See ops.torch_ops.activate, which computes those without a gate."""
+    if activation not in ("silu", "gelu_tanh"):
+        return activate_in_torch(x, activation, numbers)
     product = flashinfer.silu_and_mul if activation == "silu" else flashinfer.gelu_tanh_and_mul
     return product(x, enable_pdl=True)
 

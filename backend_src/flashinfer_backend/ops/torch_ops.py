@@ -116,7 +116,7 @@ def activate(x: Tensor, activation: str, numbers: Tensor | None = None) -> Tenso
     if numbers is not None:
         return xielu(x, numbers)
     if activation == "relu2":
-        return F.relu(x).square()
+        return F.relu(x).square_()
     if activation == "gelu":
         return F.gelu(x)
     gate, rest = x.chunk(2, dim=-1)
