@@ -64,9 +64,8 @@ class Options(BaseModel, extra="forbid"):
     max_ongoing_requests: int = Field(1024, ge=1)  # of a server: its own queue holds what does not run
     proxies: int = Field(1, ge=1)  # at most one a node
     proxy_resources: dict[str, float] = {}
-    router: str = (
-        ROUTER  # a class of a request router, such as ray.serve.llm.request_router.PrefixCacheAffinityRouter
-    )
+    # A class of a request router, such as ray.serve.llm.request_router.PrefixCacheAffinityRouter.
+    router: str = ROUTER
 
 
 class Server:

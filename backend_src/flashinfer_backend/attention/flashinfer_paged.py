@@ -32,9 +32,8 @@ from flashinfer_backend.core.config import GPU_HEAD_DIMS
 from flashinfer_backend.ops import device
 from flashinfer_backend.ops.fp8 import E4M3
 
-LARGEST_GRAPH = (
-    1024  # tokens of a graph: FlashInfer lays out its plan for this number, so alike for all graphs
-)
+# Tokens of a graph: FlashInfer lays out its plan for this number, so alike for all graphs.
+LARGEST_GRAPH = 1024
 
 
 class FlashInferAttention:
@@ -469,11 +468,7 @@ class StepGraphState:
     """
 
     def __init__(
-        self,
-        attention: FlashInferAttention,
-        shape: StepShape,
-        block_table: Tensor,
-        lengths: Tensor | None,
+        self, attention: FlashInferAttention, shape: StepShape, block_table: Tensor, lengths: Tensor | None
     ) -> None:
         tokens, decode_rows = shape.tokens, shape.rows
         if tokens > LARGEST_GRAPH:

@@ -310,9 +310,8 @@ class EngineLoop:
             self.generated_tokens += int(np.count_nonzero(outcome.tokens != protocol.NO_TOKEN))
         reports = row_reports(table, outcome, output)
         slots, tokens, codes = outcome.slots, outcome.tokens, outcome.codes
-        if (
-            outcome.first.any()
-        ):  # first tokens come first: a row of a step waits in its stub for those before it
+        # First tokens come first: a row of a step waits in its stub for those before it.
+        if outcome.first.any():
             order = np.argsort(~outcome.first, kind="stable")
             slots, tokens, codes = slots[order], tokens[order], codes[order]
         owners, local_ids = table.stub[slots], table.local_id[slots]

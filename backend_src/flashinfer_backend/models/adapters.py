@@ -49,16 +49,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _TOLD = {
     *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying"),
     *("eva_config", "exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern"),
-    *(
-        "layers_to_transform",
-        "loftq_config",
-        "lora_alpha",
-        "lora_dropout",
-        "lora_ga_config",
-        "megatron_config",
-    ),
-    *("megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision"),
-    *("runtime_config", "target_modules", "task_type", "use_rslora"),
+    *("layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout", "lora_ga_config"),
+    *("megatron_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r"),
+    *("rank_pattern", "revision", "runtime_config", "target_modules", "task_type", "use_rslora"),
 }
 # They change the base model's weights before training.
 _CHANGED_BASES = "pissa", "olora", "loftq", "corda", "lora_ga"

@@ -22,12 +22,7 @@ from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.core.values import shown
 from flashinfer_backend.openai.answer import JsonResponse, Usage, note_sent
 from flashinfer_backend.openai.errors import ApiError, field_error, wrong_value
-from flashinfer_backend.openai.requests import (
-    EmbeddingRequest,
-    EngineRequest,
-    RerankRequest,
-    ScoreRequest,
-)
+from flashinfer_backend.openai.requests import EmbeddingRequest, EngineRequest, RerankRequest, ScoreRequest
 from flashinfer_backend.openai.sampling import check_ids
 from flashinfer_backend.openai.served_model import Answering, ServedModel
 from flashinfer_backend.serving.generation import GenerationRequest

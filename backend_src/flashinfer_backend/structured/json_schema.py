@@ -55,14 +55,8 @@ COMBINED = ("allOf", "anyOf", "oneOf", "$ref", "enum", "const")  # that say what
 KEPT = ("type", "enum", "const", *NUMBERS, *COUNTS, "format", "required", "propertyNames")
 NATIVE_FORMATS = ("duration", "email", "hostname", "time", "uri", "uuid", "ipv4")
 REFUSED_FORMATS = (
-    "idn-email",
-    "idn-hostname",
-    "iri",
-    "iri-reference",
-    "regex",
-    "uri-reference",
-    "uri-template",
-)
+    "idn-email", "idn-hostname", "iri", "iri-reference", "regex", "uri-reference", "uri-template",
+)  # fmt: skip
 _BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _POINTER = "(/([^/~]|~[01])*)*"
 _H16 = "[0-9a-fA-F]{1,4}"

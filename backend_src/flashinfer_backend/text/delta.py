@@ -55,9 +55,8 @@ class DeltaDecoder:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._pieces: list[bytes] | None = None  # id -> bytes; None: the decoder is of another kind
-        self._tokens: list[
-            str | None
-        ] = []  # id -> token, None: it writes nothing; for decoders of another kind
+        # Id -> token, None: it writes nothing; for decoders of another kind.
+        self._tokens: list[str | None] = []
         self._spells_bytes = self._is_byte_level = False  # of these
         self._first: dict[int, bytes] = {}  # where a piece differs as the first one of a sequence
         self._errors = "replace"

@@ -30,11 +30,7 @@ GAUGES: dict[str, tuple[str, str, dict[str, Value]]] = {
     "nv_trt_llm_runtime_memory_metrics": (
         "Memory of the engine process in bytes",
         "memory_type",
-        {
-            "cpu": lambda s: resident_bytes(s.pid),
-            "gpu": lambda s: s.memory_gpu,
-            "pinned": lambda s: 0,
-        },
+        {"cpu": lambda s: resident_bytes(s.pid), "gpu": lambda s: s.memory_gpu, "pinned": lambda s: 0},
     ),
     "nv_trt_llm_kv_cache_block_metrics": (
         "Blocks of the KV cache",

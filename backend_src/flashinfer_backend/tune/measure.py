@@ -109,9 +109,8 @@ def compare(
                 continue
         expected = result if expected is None else expected
         difference = float((result - expected).norm() / expected.norm())
-        if (
-            difference < AGREES or not expected.isfinite().all()
-        ):  # a deep model of random weights may overflow
+        # A deep model of random weights may overflow.
+        if difference < AGREES or not expected.isfinite().all():
             graphs[index] = graph
         else:
             print(f"  WRONG by {difference:.2g}: candidate {index} of {len(candidates)}", flush=True)
@@ -229,9 +228,8 @@ class DecodeBench:
         shape = (need * copies, BLOCK_SIZE, self.kv_heads, self.dim)
         keys, values = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
         cache = (keys.to(E4M3), values.to(E4M3)) if self.fp8 else (keys, values)
-        columns = (
-            -(-int(blocks.max()) // 16) * 16
-        )  # the kernel is compiled for whether it is a multiple of 16
+        # The kernel is compiled for whether it is a multiple of 16.
+        columns = -(-int(blocks.max()) // 16) * 16
         order = torch.randperm(need * copies, device="cuda", dtype=torch.int32)
         starts = torch.from_numpy(np.cumsum(blocks) - blocks).to("cuda")
         places = (starts[:, None] + torch.arange(columns, device="cuda")).clamp(max=need - 1)

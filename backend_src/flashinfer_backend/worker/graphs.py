@@ -587,10 +587,7 @@ class MixedGraphs:
         return self._taps._replace(out=self._taps.out[:size])
 
     def _copy(
-        self,
-        plan: StepPlan,
-        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        chosen: Chosen | None,
+        self, plan: StepPlan, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], chosen: Chosen | None
     ) -> int:
         """Give the graphs their step; its number of tokens, padding included."""
         ids, positions, locations = inputs
