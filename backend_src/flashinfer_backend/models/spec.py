@@ -602,7 +602,7 @@ class ModelSpec:
     that an RMSNorm of it is a LayerNorm: https://arxiv.org/abs/1607.06450. logits_soft_cap: logits become
     soft_cap * tanh(logit / soft_cap).
     pooling: what an embedding model or a reranker gives in place of logits. mtp: the layer of a head for
-    drafts that the checkpoint brings (speculate.mtp). bare_head: the output projection takes no norm with it.
+    drafts that the checkpoint brings (speculate.mtp).
     """
 
     layers: tuple[LayerSpec, ...]
@@ -625,7 +625,6 @@ class ModelSpec:
     logits_soft_cap: float | None = None
     pooling: Pooling | None = None
     mtp: LayerSpec | None = None
-    bare_head: bool = False
 
     def share(self: Spec, shard: Shard) -> Spec:
         """One rank's share under tensor parallelism: whole heads, and an equal part of each MLP's rows and of
@@ -663,7 +662,7 @@ class ModelSpec:
                 "speculative_method=mtp needs a checkpoint of a family that brings such a head (Qwen3.5,"
                 " Qwen3-Next), of one layer: set it to ngram, eagle3 or none"
             )
-        return replace(self, layers=(self.mtp,), mtp=None, bare_head=True, tie_word_embeddings=False)
+        return replace(self, layers=(self.mtp,), mtp=None, tie_word_embeddings=False)
 
     @property
     def outputs(self) -> int:
@@ -705,11 +704,6 @@ class ModelSpec:
         every = (product for layer in self.layers for product in layer.products)
         found = {(product.name, product.shape, product.experts, product.format): product for product in every}
         return *found.values(), self.head
-
-    @property
-    def bare(self) -> tuple[Product, ...]:
-        """Products that neither add to the residual stream nor take a norm with them."""
-        return (self.head,) if self.bare_head else ()
 
     def known_name(self, name: str) -> str:
         """What a tensor of the checkpoint is called here."""

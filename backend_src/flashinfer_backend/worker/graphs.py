@@ -183,10 +183,6 @@ class DecodeGraphs:
                 break
             self._sharing[size] = found
 
-    @property
-    def largest(self) -> int:
-        return self._sizes[-1]
-
     def takes(self, plan: StepPlan) -> bool:
         """Whether a graph runs the step: of decode rows alone, not too many of them, nor of drafts."""
         return plan.num_decodes == plan.num_rows and self._shape(plan) is not None

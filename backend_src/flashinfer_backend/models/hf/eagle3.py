@@ -95,11 +95,6 @@ class Eagle3Spec(ModelSpec):
     def products(self) -> tuple[Product, ...]:
         return *super().products, self.fc
 
-    @property
-    def bare(self) -> tuple[Product, ...]:
-        """The first layer norms both of its inputs by themselves; so does the head of what goes on."""
-        return self.layers[0].mixer.products[0], self.fc, *([self.head] if self.norm_output else [])
-
     def taken_of(self, target: ModelSpec) -> tuple[int, ...]:
         """After how many of the target's layers it takes their residual stream."""
         count = len(target.layers)
