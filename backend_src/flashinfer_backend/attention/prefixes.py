@@ -108,7 +108,6 @@ class PrefixTiles:
     """How one rank cuts up the prefixes of its steps of up to `rows` rows; with its share of the heads."""
 
     def __init__(self, rows: int, num_heads: int, num_kv_heads: int) -> None:
-        self._rows = rows
         self._tile = QUERIES // (num_heads // num_kv_heads)  # rows of one
         self._most = max(1, PROGRAMS_PER_SM * device.sms() // num_kv_heads)  # that run at the same time
         self.items = max(rows // 2, self._most)

@@ -69,7 +69,6 @@ class AdapterPlaces:
 
     def __init__(self, model: Transformer, count: int, most_rank: int, vocabulary: bool) -> None:
         """vocabulary: also in its embedding and head."""
-        self.count = count
         self._stream = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
         self._rooms: dict[tuple[int, str], LowRank] = {}
         for number, layer in enumerate(model.layers):

@@ -20,7 +20,7 @@ class AdapterLoader:
     """Loads adapters into places, one after the other, and keeps the latest ones on the host."""
 
     def __init__(self, model: Transformer, config: EngineConfig) -> None:
-        self._model, self._config, self.count = model, config, config.max_loras
+        self._model, self._config = model, config
         limits = config.max_loras, config.max_lora_rank, config.lora_vocabulary
         self._places = AdapterPlaces(model, *limits)
         self._thread = ThreadPoolExecutor(1, "adapters")
