@@ -7,7 +7,7 @@ import gc
 import os
 import sys
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from pathlib import Path
 
 import pytest
@@ -58,6 +58,21 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, p
         first = len(report.result) * worker // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
         report.result = report.result[first:] + report.result[:first]
     return report
+
+
+class WithoutDevice(pytest.Module):
+    """A file of tests/gpu on a machine without a GPU: it is not read, and skipped as a whole."""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        pytest.skip("needs a CUDA device", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    import torch
+
+    if module_path.parent.name == "gpu" and not torch.cuda.is_available():
+        return WithoutDevice.from_parent(parent, path=module_path)
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
