@@ -324,13 +324,18 @@ SLOW = {  # to check, if work that they ask for again is done again
 def test_no_schema_takes_long_to_check(schema):
     text = json.dumps(schema, separators=(",", ":"))
     assert len(text) <= GRAMMAR.characters
+    # docs/security.md promises it of a core; one that others use as well can take longer once.
+    assert any(seconds_to_check(text) < 2 for _ in range(3))
+
+
+def seconds_to_check(schema: str) -> float:
+    """Of this thread's CPU time."""
     began = time.thread_time()
     try:
-        lark_source("json_schema", text)
+        lark_source("json_schema", schema)
     except GrammarError as error:
         assert len(str(error)) < 300
-    # docs/security.md promises 2 s of a core; one that others use as well takes up to twice as long.
-    assert time.thread_time() - began < 6
+    return time.thread_time() - began
 
 
 def test_what_a_pattern_of_few_names_copies_is_counted():
