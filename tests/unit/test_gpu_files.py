@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tests that this machine cannot run."""
+"""The files of tests/gpu, on a machine that cannot run them."""
 
 import importlib.util
 from pathlib import Path
