@@ -100,8 +100,8 @@ def api_metric(both: BothApis, api: str) -> float | None:
 
 
 def test_an_api_that_crashes_or_stops_comes_back_and_leaves_the_other_alone(both: BothApis) -> None:
-    """Two crashes in a row, and a process that is stopped. Whoever asks meanwhile is told so, here and in
-    the other API's metrics."""
+    """Its process is killed twice and then stopped. Until it answers again, requests get an error that says
+    so, and the other API's metrics show it."""
     servers = both.matching("bin/tritonserver")
     wait_for(lambda: api_metric(both, "openai") == api_metric(both, "triton") == 1.0, "both to be up")
     for number in [signal.SIGKILL] * 2 + [signal.SIGSTOP]:

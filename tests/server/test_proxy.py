@@ -130,25 +130,25 @@ def test_without_a_key_or_beyond_the_ensemble_there_is_nothing(proxy: Ask) -> No
 
 
 def test_a_key_opens_the_openai_api(api: OpenAiServer, tmp_path: Path) -> None:
-    with in_front(tmp_path, *free_ports(1), api.port) as nginx:
-        check_openai_api(nginx.ask)
-
-
-def check_openai_api(proxy: Ask) -> None:
     chat = {"model": "m", "messages": [{"role": "user", "content": "Once"}], "max_tokens": 4}
-    listed = proxy("v1/models", **KEY)
-    assert listed[0] == 200
-    chat["model"] = json.loads(listed[1])["data"][0]["id"]
-    asked = json.dumps(chat).encode() + b" " * (1 << 20)  # more than the ensemble may be sent
-    status, text = proxy("v1/chat/completions", asked, **KEY)
-    assert status == 200 and json.loads(text)["usage"]["completion_tokens"] == 4
-    status, text = proxy("v1/chat/completions", json.dumps(chat | {"stream": True}).encode(), **KEY)
-    assert status == 200 and text.count("data: ") > 4 and text.endswith("data: [DONE]\n\n")
-    status, text = proxy("v1/messages", json.dumps(chat).encode(), **{"x-api-key": "a-key"})
-    assert status == 200 and json.loads(text)["usage"]["output_tokens"] == 4
-    for headers in ({}, {"x-api-key": "another"}, {"x-api-key": "a-key", "Authorization": "Bearer another"}):
-        assert proxy("v1/chat/completions", asked, **headers)[0] == 401
-    assert proxy("v1/load_lora_adapter", b"{}", **KEY)[0] == 404
+    with in_front(tmp_path, *free_ports(1), api.port) as nginx:
+        listed = nginx.ask("v1/models", **KEY)
+        assert listed[0] == 200
+        chat["model"] = json.loads(listed[1])["data"][0]["id"]
+        asked = json.dumps(chat).encode() + b" " * (1 << 20)  # more than the ensemble may be sent
+        status, text = nginx.ask("v1/chat/completions", asked, **KEY)
+        assert status == 200 and json.loads(text)["usage"]["completion_tokens"] == 4
+        status, text = nginx.ask("v1/chat/completions", json.dumps(chat | {"stream": True}).encode(), **KEY)
+        assert status == 200 and text.count("data: ") > 4 and text.endswith("data: [DONE]\n\n")
+        status, text = nginx.ask("v1/messages", json.dumps(chat).encode(), **{"x-api-key": "a-key"})
+        assert status == 200 and json.loads(text)["usage"]["output_tokens"] == 4
+        for headers in (
+            {},
+            {"x-api-key": "another"},
+            {"x-api-key": "a-key", "Authorization": "Bearer another"},
+        ):
+            assert nginx.ask("v1/chat/completions", asked, **headers)[0] == 401
+        assert nginx.ask("v1/load_lora_adapter", b"{}", **KEY)[0] == 404
 
 
 def test_large_and_deep_requests_are_refused_and_harm_nobody(proxy: Ask, server: Server) -> None:

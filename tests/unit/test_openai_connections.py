@@ -427,7 +427,7 @@ def test_a_client_that_leaves_behind_a_request_that_is_wrong_is_noticed() -> Non
     with running() as server, server.connect(WHOLE.replace(b"/ ", b"/leave ", 1)) as sock:
         sock.sendall(b"nonsense\r\n\r\n")
         wait_for(lambda: server.errors == [400])
-        sock.sendall(WHOLE * 1000)  # nobody reads it
+        sock.sendall(WHOLE * 1000)  # the server ignores these
         assert not server.left.is_set()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         sock.close()

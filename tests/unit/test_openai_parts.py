@@ -786,7 +786,7 @@ def test_bytes_and_number_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("deleted", [False, True])
 def test_a_response_that_streams_can_be_deleted_and_not_be_read(deleted: bool) -> None:
-    """What nobody wants any more is not kept at its end."""
+    """One that was deleted while it streamed is not stored when it ends."""
     store = ResponseStore(10_000)
 
     async def no_tokens(text: str) -> int:
@@ -924,7 +924,7 @@ def test_a_request_whose_client_has_left_goes_without_a_search_for_circles() -> 
                 pass
         except ClientLeft:
             return
-        raise AssertionError("nobody has left")
+        raise AssertionError("the streams did not end with the client")
 
     gc.disable()
     try:

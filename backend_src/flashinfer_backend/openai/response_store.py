@@ -39,7 +39,7 @@ class ResponseStore:
         self._lock = threading.Lock()
 
     def begin(self, name: str, response: Unfinished) -> None:
-        """A response is being made, until it is put or nobody has it any more."""
+        """Remember that this response is being made: until put() or delete(), or until it is dropped."""
         with self._lock:
             self._unfinished[name] = response
 
