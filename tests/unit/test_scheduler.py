@@ -354,6 +354,20 @@ def test_more_prompts_share_a_step_where_an_expert_has_few_of_their_tokens(
     assert numbers.prompts_together == together
 
 
+@pytest.mark.parametrize(
+    ("streams", "prompts"),
+    [(0, [8, 2]), (3, [7, 3]), (32, [4, 6]), (33, [8, 2])],  # of 8 tokens; beside more than 32 the step is larger
+)
+def test_a_step_that_prompts_share_is_no_larger_than_a_graph(streams: int, prompts: list[int]):
+    result = scheduler(prompts_together=64)
+    for handle in range(1, streams + 1):
+        result.submit(of_length(1, handle, max_new=100))
+    prompts_of_steps(result)
+    for handle in range(100, 110):
+        result.submit(of_length(8, handle, max_new=100))
+    assert [len(step) for step in prompts_of_steps(result)] == prompts
+
+
 def prompt_of(prefix: int, own: int, handle: int) -> Request:
     """A prompt of `prefix` zeros and `own` tokens that no other one has."""
     result = of_length(prefix + own, handle)

@@ -95,12 +95,18 @@ class StepBudget:
             )
         self._arrived = waiting.arrived
 
-    def should_share_step(self, waiting: RequestQueue, together: int, tokens: int) -> bool:
-        """Whether a prompt with `tokens` to compute should share a step that has `together` already.
+    def should_share_step(self, waiting: RequestQueue, streams: int, together: int, tokens: int) -> bool:
+        """Whether a prompt with `tokens` to compute should share a step that has `together` of prompts already,
+        beside so many streams.
 
-        More tokens than keep the device busy keep the prompts before waiting and hardly help those behind.
+        More tokens than keep the device busy keep the prompts before waiting and hardly help those behind. A
+        step of no more than these, streams included, is also one CUDA graph: launched kernel by kernel, a
+        mixture's takes twice as long. Where streams would take half of it, prompts have it for themselves.
         Only a backlog of more than a step is worked off in the fewest steps.
         """
-        if not together or together + tokens <= self._numbers.prompts_together:
+        most = self._numbers.prompts_together
+        if streams <= most // 2 and streams + together <= most:
+            most -= streams
+        if not together or together + tokens <= most:
             return True
         return waiting.known_tokens > self._config.max_num_tokens

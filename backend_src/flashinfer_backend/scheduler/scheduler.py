@@ -372,7 +372,7 @@ class Scheduler:
         # What was preempted may have grown beyond a step, so it is always computed in chunks.
         chunked = self.config.enable_chunked_context or bool(len(request.generated))
         if not (chunked or new_tokens <= budget) or not self._budget.should_share_step(
-            self.queue, together, new_tokens
+            self.queue, len(self.decoding), together, new_tokens
         ):
             return None
         if 2 * size * self._coming(reusable, found) >= new_tokens > 0:
