@@ -200,7 +200,8 @@ class GraphedAttention:
         if shape.shared and self._window is not None:
             return None
         if shape.feeds_per_row is None:
-            assert shape.tokens <= graphs.MIXED_SIZES[-1]  # as FlashInfer's plan
+            if shape.tokens > graphs.MIXED_SIZES[-1]:  # as FlashInfer's plan
+                return None
             kind, made = (
                 (SharingAttention, self.sharing) if shape.shared else (PlannedAttention, self.planned)
             )

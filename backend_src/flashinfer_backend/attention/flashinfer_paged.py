@@ -32,7 +32,8 @@ from flashinfer_backend.core.config import GPU_HEAD_DIMS
 from flashinfer_backend.ops import device
 from flashinfer_backend.ops.fp8 import E4M3
 
-# Tokens of a graph: FlashInfer lays out its plan for this number, so alike for all graphs.
+# Tokens of a graph: FlashInfer lays out its plan for this number, so alike for all graphs. Of larger steps what
+# lies between the attention of two layers is a graph.
 LARGEST_GRAPH = 1024
 
 
@@ -180,12 +181,13 @@ class FlashInferAttention:
         self, shape: StepShape, block_table: Tensor, words: Tensor, lengths: Tensor | None = None
     ) -> Captured | None:
         """State for a CUDA graph: of decode rows alone, see DecodeGraphState; of steps with prompts, see
-        StepGraphState, and None where a decode backend was forced, which plans every step again, and where
-        there is no FA3. Of shared prefixes, None where they are not read once."""
+        StepGraphState, and None where a decode backend was forced, which plans every step again, where there
+        is no FA3, and of more than LARGEST_GRAPH tokens. Of shared prefixes, None where they are not read
+        once."""
         if shape.shared and not self._shares:
             return None
         if shape.feeds_per_row is None:
-            if self.decode_backend != "triton" or not self._fa3:
+            if self.decode_backend != "triton" or not self._fa3 or shape.tokens > LARGEST_GRAPH:
                 return None
             return StepGraphState(self, shape, block_table, lengths)
         if not 1 <= shape.rows <= self.max_num_seqs:
@@ -471,8 +473,6 @@ class StepGraphState:
         self, attention: FlashInferAttention, shape: StepShape, block_table: Tensor, lengths: Tensor | None
     ) -> None:
         tokens, decode_rows = shape.tokens, shape.rows
-        if tokens > LARGEST_GRAPH:
-            raise ValueError(f"a step graph of {tokens} tokens is above {LARGEST_GRAPH}, its plan's room")
         self._attention, self._decode_rows = attention, decode_rows
         self._tiles = attention.prefix_tiles(decode_rows) if shape.shared else None
         own = attention.max_items(decode_rows)

@@ -5,7 +5,7 @@ Steps of decode rows alone are whole graphs (DecodeGraphs), one per number of ro
 from the last tokens to the next ones, so that a step costs the host one upload and one launch. Steps in which
 rows share enough of their caches for one common read to pay have graphs of their own, of fewer sizes.
 
-Mixed steps of up to some 1000 tokens have graphs by number of tokens (MixedGraphs). A step with prompts has
+Mixed steps of up to some 1000 tokens, of a mixture 2000, have graphs by number of tokens (MixedGraphs). A step with prompts has
 attention of a new shape each time, but its other operations depend only on the number of tokens. Launched one
 by one they cost the host 10 ms and more, more than the device needs for a short prompt. Steps are padded to a
 captured number of tokens. Where attention can be captured too (StepGraphState: FA3 and the Triton kernel read
@@ -48,8 +48,8 @@ COLUMNS = 5  # int32 words per row of a graph's input, besides attention's and a
 # Numbers of tokens of mixed steps. Beyond the last one the device takes longer than the host, so nothing is
 # gained. Padding costs about 3 % of a step for 16 tokens of 256, so they are dense.
 MIXED_SIZES = [8, 16, 24, 32, 48, *range(64, 512, 16), *range(512, 1025, 32)]
-# Of models with delta nets and experts, which have some 20 kernels a layer, each a short one: on an H100 a
-# step of Qwen3.5-35B-A3B of 1033 tokens took 54 ms or more, and one of 1024, which was captured, 29.
+# Of models with experts, which have some 20 kernels a layer, each a short one: on an H100 a step of
+# Qwen3.5-35B-A3B of 1033 tokens took 54 ms or more, and one of 1024, which was captured, 29.
 FURTHER_SIZES = [*range(1152, 2049, 128)]
 # In models with delta nets a captured step has room for one prompt per 8 of its tokens, at most for 128.
 TOKENS_A_PROMPT, MOST_PROMPTS = 8, 128
@@ -94,7 +94,7 @@ def default_sizes(max_num_seqs: int) -> list[int]:
 def mixed_sizes(model: ModelSpec, most: int) -> list[int]:
     """Numbers of tokens of mixed steps to capture, where no step has more than `most`."""
     # On one GPU: FlashInfer's all-reduce has room for no more.
-    further = model.delta_nets and model.experts is not None and model.shard.size == 1
+    further = model.experts is not None and model.shard.size == 1
     sizes = MIXED_SIZES + (FURTHER_SIZES if further else [])
     return sizes[: bisect_left(sizes, most) + 1]
 
