@@ -19,7 +19,9 @@ from flashinfer_backend.worker import graphs, prefixes
 from flashinfer_backend.worker.device_state import DeviceState, row_words
 
 
-@pytest.mark.parametrize("feature", ["one group", "few blocks", "windows", "adapters", "states", "states, experts", "experts"])
+@pytest.mark.parametrize(
+    "feature", ["one group", "few blocks", "windows", "adapters", "states", "states, experts", "experts"]
+)
 def test_a_runner_with_graphs_gives_the_tokens_of_one_without(
     feature: str, tmp_path: Path, monkeypatch: Any
 ) -> None:

@@ -228,7 +228,8 @@ def test_a_delta_net_has_one_variant_for_any_step(heads):
         ahead = ahead_of(model, own)
         assert {name: names(ahead)[name] for name in kernels} == kernels
         assert set(collect(lambda n=drafts: steps(n))) <= set(ahead)
-        compiled += [each for each in ahead if each[0].__name__ == "_decode_rows"]
+        rows = [each for each in ahead if each[0].__name__ == "_decode_rows"]
+        compiled += some(rows, rows[-1:])
         if not drafts:  # with drafts the others differ only in how many inputs a slot keeps
             compiled += {
                 kernel.__name__: (kernel, data) for kernel, data in ahead if kernel.__name__ in kernels
@@ -342,7 +343,7 @@ def decode_attention(
     ("heads", "kv_heads", "dim"), some([(64, 1, 128), (64, 1, 256), (16, 2, 256)], [(64, 1, 256)])
 )
 def test_decode_attention_fits_the_shared_memory(heads, kv_heads, dim):
-    shapes = some([(1, 1), (64, 1), (1, 4), (64, 4)], [(1, 4), (64, 4)])
+    shapes = some([(1, 1), (64, 1), (1, 4), (64, 4)], [(64, 4)])
 
     def steps() -> None:
         for rows, feeds in shapes:

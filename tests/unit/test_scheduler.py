@@ -355,9 +355,10 @@ def test_more_prompts_share_a_step_where_an_expert_has_few_of_their_tokens(
 
 @pytest.mark.parametrize(
     ("streams", "prompts"),
-    [(0, [8, 2]), (3, [7, 3]), (32, [4, 6]), (33, [8, 2])],  # of 8 tokens; beside more than 32 the step is larger
+    [(0, [8, 2]), (3, [7, 3]), (32, [4, 6]), (33, [8, 2])],
 )
 def test_a_step_that_prompts_share_is_no_larger_than_a_graph(streams: int, prompts: list[int]):
+    """Of 8 tokens. Streams that take more than half of a graph leave prompts what they had without."""
     result = scheduler(prompts_together=64)
     for handle in range(1, streams + 1):
         result.submit(of_length(1, handle, max_new=100))

@@ -32,8 +32,8 @@ from flashinfer_backend.core.config import GPU_HEAD_DIMS
 from flashinfer_backend.ops import device
 from flashinfer_backend.ops.fp8 import E4M3
 
-# Tokens of a graph: FlashInfer lays out its plan for this number, so alike for all graphs. Of larger steps what
-# lies between the attention of two layers is a graph.
+# Tokens of a graph: FlashInfer lays out its plan for this number, so alike for all graphs. Of larger steps
+# what lies between the attention of two layers is a graph.
 LARGEST_GRAPH = 1024
 
 

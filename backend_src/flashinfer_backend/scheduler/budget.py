@@ -13,8 +13,8 @@ from flashinfer_backend.scheduler.request_queue import RequestQueue
 from flashinfer_backend.scheduler.slot_table import SlotTable
 
 BATCH_ARRIVAL_STEPS = 512  # steps from a backlog's beginning in which its requests may still arrive
-# Of a mixture's step: with fewer tokens for each expert, the device mainly reads the experts' weights. An H200
-# reads weights in FP8 in the time that it multiplies some 140 tokens by them.
+# Of a mixture's step: with fewer tokens for each expert, the device mainly reads the experts' weights. An
+# H200 reads weights in FP8 in the time that it multiplies some 140 tokens by them.
 EXPERT_TOKENS = 128
 
 
@@ -97,8 +97,8 @@ class StepBudget:
         self._arrived = waiting.arrived
 
     def should_share_step(self, waiting: RequestQueue, streams: int, together: int, tokens: int) -> bool:
-        """Whether a prompt with `tokens` to compute should share a step that has `together` of prompts already,
-        beside so many streams.
+        """Whether a prompt with `tokens` to compute should share a step that has `together` of prompts
+        already, beside so many streams.
 
         More tokens than keep the device busy keep the prompts before waiting and hardly help those behind. A
         step of no more than these, streams included, is also one CUDA graph: launched kernel by kernel, a

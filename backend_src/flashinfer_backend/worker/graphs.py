@@ -5,15 +5,15 @@ Steps of decode rows alone are whole graphs (DecodeGraphs), one per number of ro
 from the last tokens to the next ones, so that a step costs the host one upload and one launch. Steps in which
 rows share enough of their caches for one common read to pay have graphs of their own, of fewer sizes.
 
-Mixed steps of up to some 1000 tokens, of a mixture 2000, have graphs by number of tokens (MixedGraphs). A step with prompts has
-attention of a new shape each time, but its other operations depend only on the number of tokens. Launched one
-by one they cost the host 10 ms and more, more than the device needs for a short prompt. Steps are padded to a
-captured number of tokens. Where attention can be captured too (StepGraphState: FA3 and the Triton kernel read
-what changes from the device), the step is one full graph, another one where decode rows share prefixes. Else,
-and in models with delta nets, what lies between the attention of two layers is a graph: from the embedding to
-the first query, from one attention to the next one's query. After the last mixer only the tokens go on whose
-logits are wanted, outside any graph. Delta nets are in the graphs: they run over as many rows as a graph has
-room for, and those that the step does not have are rows without tokens.
+Mixed steps of up to some 1000 tokens, of a mixture 2000, have graphs by number of tokens (MixedGraphs). A
+step with prompts has attention of a new shape each time, but its other operations depend only on the number
+of tokens. Launched one by one they cost the host 10 ms and more, more than the device needs for a short
+prompt. Steps are padded to a captured number of tokens. Where attention can be captured too (StepGraphState:
+FA3 and the Triton kernel read what changes from the device), the step is one full graph, another one where
+decode rows share prefixes. Else, and in models with delta nets, what lies between the attention of two layers
+is a graph: from the embedding to the first query, from one attention to the next one's query. After the last
+mixer only the tokens go on whose logits are wanted, outside any graph. Delta nets are in the graphs: they run
+over as many rows as a graph has room for, and those that the step does not have are rows without tokens.
 
 More padding can be faster: a matrix product of 448 tokens may take longer than one of 512. So each number of
 tokens is timed once it is captured, and a step takes the fastest that holds it.
