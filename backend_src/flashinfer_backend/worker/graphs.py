@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import itertools
 import statistics
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
@@ -503,7 +503,10 @@ class MixedGraphs:
                         self._sharing[size] = full
         # All ranks must pad to the same sizes.
         times = model.collectives.agreed([self._layer_seconds(size) for size in self._sizes])
-        self._best = fastest_sizes(self._sizes, times)
+        # No step that has a full graph is padded to a size without one.
+        whole = bisect_right(self._sizes, max(self._full, default=0))
+        self._best = fastest_sizes(self._sizes[:whole], times[:whole])
+        self._best += fastest_sizes(self._sizes[whole:], times[whole:])
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether there are graphs for the step."""
