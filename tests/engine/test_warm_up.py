@@ -12,7 +12,7 @@ from engine.harness import serve, start_core
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.ops.weight import Weight
-from flashinfer_backend.worker import warm_up
+from flashinfer_backend.worker import trace, warm_up
 
 PROMPTS = [list(range(5, 5 + length)) for length in (3, 17, 40)]
 
@@ -84,3 +84,11 @@ def test_steps_of_several_rows_keep_to_the_limits(limits: dict[str, int]) -> Non
         assert len(steps) == len(warm_up.MIXED)
         assert max(step.num_decodes for step in steps) == 200
         assert max(step.starts.max() for step in steps) == warm_up.FAR
+
+
+def test_where_traces_are_allowed_their_profiler_is_loaded_at_start(tmp_path: Path, monkeypatch: Any) -> None:
+    loads: list[bool] = []
+    monkeypatch.setattr(trace, "warm_up", lambda: loads.append(True))
+    for folder, expected in (("none", []), (str(tmp_path), [True])):
+        start_core(Path("bundled"), profile_dir=folder)
+        assert loads == expected

@@ -22,7 +22,7 @@ from flashinfer_backend.models.weights import load_weights
 from flashinfer_backend.ops.collectives import connect
 from flashinfer_backend.speculate.methods import chosen
 from flashinfer_backend.speculate.proposer import MakeProposer
-from flashinfer_backend.worker import memory, prebuild, prebuild_triton
+from flashinfer_backend.worker import memory, prebuild, prebuild_triton, trace
 from flashinfer_backend.worker.adapters import AdapterLoader
 from flashinfer_backend.worker.device_state import DeviceState
 from flashinfer_backend.worker.formats import (
@@ -101,6 +101,8 @@ def start_runner(
     state = DeviceState(config, model, ops, kept, proposer)
     runner = Runner(config, state, proposer, adapters)
     _warm_up(config, runner)
+    if config.profile_dir != "none":
+        trace.warm_up()
     if turn is not None:
         turn.ready(kept.nbytes)
         runner.turn = turn

@@ -14,6 +14,12 @@ _malloc_trim = ctypes.CDLL(None).malloc_trim
 MOST_BYTES = 512 << 20  # of one file. Some 800 bytes an event; a step has hundreds to thousands
 
 
+def warm_up() -> None:
+    """The first profiler of a process imports for seconds, in which no step would run."""
+    with profile(activities=[ProfilerActivity.CPU]):
+        pass
+
+
 class StepTrace:
     """From its creation on, what the thread that makes it asks of the host, and all that the device does.
     Writing takes a second for 80 MB, in which the process does nothing else."""
