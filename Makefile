@@ -126,8 +126,8 @@ serve: $(VENV)/for-serve
 
 # Tests of whole servers begin: they take longest. Without a limit of restarts a worker that crashes leaves the others
 # waiting for ever. Benchmarks run once each, untimed.
-folders := tests/reliability tests/server tests/benchmarks tests/engine tests/unit tests/gpu
-everything := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 0 --benchmark-disable $(folders)
+everything := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 0 --benchmark-disable
+everything += tests/reliability tests/server tests/benchmarks tests/engine tests/unit tests/gpu
 
 test: $(VENV)/for-development
 	$(BIN)/python -m pytest $(if $(TESTS),$(TESTS),$(everything))
@@ -175,13 +175,11 @@ $(VENV)/for-serve: $(BIN)/python $(pinned)
 	@$(call install,$(serve_extras))
 	@touch $@
 
-# Compiling all modules takes half a minute, and tests import few of them: reading the tests once compiles these, and the
-# tests, which each of WORKERS processes would do otherwise. uv compiles none either.
+# Compiling all modules takes half a minute. Tests import few of them, and Python compiles these then; uv compiles none either.
 $(VENV)/for-development: compiling = --no-compile
 $(VENV)/for-development: $(BIN)/python $(pinned)
 	@echo "$(call announcement,0.6)"
 	@$(call install,$(development_extras)) $(kernels)
-	@$(BIN)/python -m pytest --collect-only $(folders) >/dev/null || true
 	@touch $@ $(VENV)/for-serve
 
 clean:
