@@ -368,6 +368,16 @@ def test_a_step_that_prompts_share_is_no_larger_than_a_graph(streams: int, promp
     assert [len(step) for step in prompts_of_steps(result)] == prompts
 
 
+def test_streams_do_not_count_in_a_step_that_is_larger_than_a_graph_in_any_case():
+    result = scheduler(prompts_together=64)
+    for handle in range(1, 9):
+        result.submit(of_length(1, handle, max_new=100))
+    prompts_of_steps(result)
+    for handle, length in ((20, 58), (21, 4), (22, 4)):
+        result.submit(of_length(length, handle, max_new=100))
+    assert prompts_of_steps(result) == [[58, 4], [4]]
+
+
 def prompt_of(prefix: int, own: int, handle: int) -> Request:
     """A prompt of `prefix` zeros and `own` tokens that no other one has."""
     result = of_length(prefix + own, handle)

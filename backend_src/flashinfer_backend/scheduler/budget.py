@@ -97,13 +97,14 @@ class StepBudget:
         self._arrived = waiting.arrived
 
     def should_share_step(self, waiting: RequestQueue, streams: int, together: int, tokens: int) -> bool:
-        """Whether a prompt with `tokens` to compute should share a step that has `together` of prompts
-        already, beside so many streams.
+        """Whether a prompt with `tokens` to compute should join a step that has `together` tokens of prompts
+        and a decode row for each of `streams`.
 
-        More tokens than keep the device busy keep the prompts before waiting and hardly help those behind. A
-        step of no more than these, streams included, is also one CUDA graph: launched kernel by kernel, a
-        mixture's takes twice as long. Where streams would take half of it, prompts have it for themselves.
-        Only a backlog of more than a step is worked off in the fewest steps.
+        More tokens than keep the device busy keep the prompts before waiting and hardly help those behind.
+        Up to as many, streams included, a step is a CUDA graph; launched kernel by kernel, a mixture's takes
+        twice as long. So the streams count too, unless the step is larger already or they are more than half
+        of it, which would leave prompts little. Only a backlog of more than a step is worked off in the
+        fewest steps.
         """
         most = self._numbers.prompts_together
         if streams <= most // 2 and streams + together <= most:

@@ -5,7 +5,7 @@ Steps of decode rows alone are whole graphs (DecodeGraphs), one per number of ro
 from the last tokens to the next ones, so that a step costs the host one upload and one launch. Steps in which
 rows share enough of their caches for one common read to pay have graphs of their own, of fewer sizes.
 
-Mixed steps of up to some 1000 tokens, of a mixture 2000, have graphs by number of tokens (MixedGraphs). A
+Mixed steps have graphs by number of tokens (MixedGraphs), up to some 1000, or 2000 with experts on one GPU. A
 step with prompts has attention of a new shape each time, but its other operations depend only on the number
 of tokens. Launched one by one they cost the host 10 ms and more, more than the device needs for a short
 prompt. Steps are padded to a captured number of tokens. Where attention can be captured too (StepGraphState:

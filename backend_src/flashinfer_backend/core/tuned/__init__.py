@@ -299,8 +299,8 @@ class Scheduling(_Data, frozen=True):
 
     prompts_together: tokens of prompts from which on the device is busy: prompts share a step of up to as
     many, streams included. filled_step: tokens; fewer leave it waiting for its weights, from here on a step's
-    time grows with its tokens. slow_step_ms: milliseconds of a
-    step without prompts from which on streams take precedence; None: never.
+    time grows with its tokens. slow_step_ms: milliseconds of a step without prompts from which on streams
+    take precedence; None: never.
     """
 
     prompts_together: int
