@@ -13,11 +13,13 @@ from transformers import AutoModelForCausalLM
 
 from checkpoints import make_checkpoint
 from engine.harness import serve, start_core
+from flashinfer_backend.attention.flashinfer_paged import LARGEST_GRAPH
 from flashinfer_backend.core import tuned
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.ops import device, torch_ops
 from flashinfer_backend.ops.torch_ops import Mixture
 from flashinfer_backend.ops.weight import Weight
+from flashinfer_backend.worker import graphs
 from int4_checkpoints import make_int4
 from mxfp4_checkpoints import make_mxfp4
 from quantised import Quantised, make_quantised
@@ -239,6 +241,22 @@ def test_engines(layout, kind, tmp_path):
     )
     knobs = {"quantization": "fp8"} if layout == "on-load" else {}
     compare_engines(f"{layout}, {kind}", checkpoint, SMALL | knobs, tmp_path, factor=2.5)
+
+
+def test_steps_of_more_tokens_than_attention_has_a_graph_for(tmp_path, monkeypatch):
+    """Go in pieces, between one layer's attention and the next one's."""
+    pieces, in_pieces = [], graphs.MixedGraphs.run
+
+    def noted(self, plan, inputs, *others):
+        pieces.append(len(inputs[0]))
+        return in_pieces(self, plan, inputs, *others)
+
+    monkeypatch.setattr(graphs.MixedGraphs, "run", noted)
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "head_dim": 128, "max_position_embeddings": 2048}
+    checkpoint = make_quantised("blocks", "qwen3-moe", tmp_path / "model", **sizes, **EXPERTS)
+    settings = SMALL | {"max_num_tokens": 2048, "max_num_tokens_while_decoding": 2048, "max_seq_len": 2048}
+    compare_engines("larger steps", checkpoint, settings, tmp_path, factor=2.5, longest=1900)
+    assert {size for size in pieces if size > LARGEST_GRAPH} & set(graphs.FURTHER_SIZES)
 
 
 OTHERS = ["gpt-oss", "gpt-oss in MXFP4", "qwen2-moe", "qwen2-moe, apart", "qwen3-moe in 4 bits"]
