@@ -170,7 +170,7 @@ def _latency_by_rate(runs: Sequence[Measured], servers: Sequence[str]) -> Plot:
             axis.set_xticks(offered)
         axis.set_xlabel("requests/s")
         axis.set_title(title, fontsize=11, loc="left")
-        axis.set_ylim(bottom=0)
+        _from_zero(axis)
         axis.set_xlim(left=0)
         _finish(axis)
     _legend(figure, axes[0])
@@ -191,7 +191,7 @@ def _throughput_by_concurrency(runs: Sequence[Measured], servers: Sequence[str])
     axis.xaxis.set_minor_formatter(NullFormatter())
     axis.set_xlabel("requests in flight")
     axis.set_title("output tokens/s", fontsize=11, loc="left")
-    axis.set_ylim(bottom=0)
+    _from_zero(axis)
     _finish(axis, x=False)
     _legend(figure, axis)
     return Plot(_svg(figure), "Throughput against concurrency." + _of_several(runs))
@@ -244,7 +244,7 @@ def _timelines(runs: Sequence[Measured], servers: Sequence[str], note: str) -> P
     axes[1].set_title("output tokens/s", fontsize=11, loc="left")
     axes[1].set_xlabel("seconds since the run began")
     for axis in axes:
-        axis.set_ylim(bottom=0)
+        _from_zero(axis)
         axis.set_xlim(left=0)
         _finish(axis, whole=axis is axes[0])
     _legend(figure, axes[0])
@@ -277,6 +277,11 @@ def _style(number: int, runs: Sequence[Measured], servers: Sequence[str]) -> dic
     return {
         "color": COLOURS[colour % len(COLOURS)], "linestyle": dashes[place % len(dashes)], "linewidth": 1.8
     }  # fmt: skip
+
+
+def _from_zero(axis: Any) -> None:
+    """With room for the markers of the highest values: next to 0 the margin may be too little for them."""
+    axis.set_ylim(0, axis.get_ylim()[1] * 1.03)
 
 
 def _finish(axis: Any, x: bool = True, whole: bool = False) -> None:

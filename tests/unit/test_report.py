@@ -50,6 +50,19 @@ def test_a_curve_joins_runs_of_one_bound(tmp_path):
     assert [label for label, *_ in report_plots.series(closed, ["ours"], by_slots=True)] == ["ours"]
 
 
+def test_markers_of_the_highest_values_are_whole(tmp_path, monkeypatch):
+    """Of values that lie close together, far above 0, too."""
+    from client import report_plots
+
+    figures = []
+    monkeypatch.setattr(report_plots, "_svg", lambda figure: figures.append(figure) or "")
+    runs = written(tmp_path / "r.json", *((rate, None, [answer(0.2 + rate / 1000)]) for rate in (2.0, 4.0)))
+    report_plots.draw(runs)
+    for axis in figures[0].axes:
+        highest = max(max(line.get_ydata()) for line in axis.lines)
+        assert 1.025 * highest < axis.get_ylim()[1] < 1.2 * highest
+
+
 def test_times_rates_model_and_limits_are_shown(tmp_path):
     records = [answer(ttft / 10, number) for number, ttft in enumerate((1, 2, 3, 4, 10))]
     (run,) = written(tmp_path / "r.json", (2.0, None, records))
