@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every query of the dashboard and of the autoscalers, asked of a Prometheus that scrapes a real server. It
-scrapes it twice: as it is, and as if its series had a label `engine`."""
+"""Every query of the dashboard and of the autoscalers, asked of a Prometheus that scrapes real servers:
+Triton's port twice, as it is and as if its series had a label `engine`, and the OpenAI API."""
 
+import contextlib
 import json
 import re
 import shutil
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 from asking import PROMPT
+from openai_server import OpenAiServer
 from running import ROOT, Server, wait_for
 
 from ports import free_ports
@@ -25,13 +27,14 @@ PROMETHEUS = shutil.which("prometheus")
 ON_A_GPU = re.compile(r"\b(?:nv_gpu_|DCGM_)")
 # Series that are there once something has gone wrong.
 ABSENT_WHILE_WELL = ("nv_inference_request_failure",)
+OPENAI = "flashinfer_backend_openai_"
 
 pytestmark = pytest.mark.skipif(PROMETHEUS is None, reason="needs Debian's package prometheus")
 
 
 def queries() -> list[str]:
-    """PromQL of all panels, and of the manifests that scale by a query."""
-    found = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
+    """PromQL of all panels but the OpenAI API's, and of the manifests that scale by a query."""
+    found = [query for query in panels() if OPENAI not in query]
     (scaled,) = yaml.safe_load_all((ROOT / "docker/kubernetes-autoscaling.yaml").read_text())
     found += [trigger["metadata"]["query"] for trigger in scaled["spec"]["triggers"]]
     _, served = yaml.safe_load_all((ROOT / "docker/kserve.yaml").read_text())
@@ -39,27 +42,37 @@ def queries() -> list[str]:
     return found + [each["external"]["metric"]["query"] for each in metrics]
 
 
-@pytest.fixture(scope="module")
-def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder: Path = tmp_path_factory.mktemp("prometheus")
-    target = {"targets": [f"127.0.0.1:{server.metrics_port}"]}
-    jobs = [
-        {"job_name": "plain", "static_configs": [target]},
-        {
-            "job_name": "engines",
-            "static_configs": [target | {"labels": {"instance": "engines"}}],
-            "metric_relabel_configs": [{"target_label": "engine", "replacement": "1"}],
-        },
-    ]
+def panels() -> list[str]:
+    return [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
+
+
+@contextlib.contextmanager
+def scraping(folder: Path, *jobs: dict[str, Any]) -> Iterator[str]:
+    """A Prometheus's address of queries."""
     (folder / "p.yml").write_text(
-        yaml.safe_dump({"global": {"scrape_interval": "1s"}, "scrape_configs": jobs})
+        yaml.safe_dump({"global": {"scrape_interval": "1s"}, "scrape_configs": list(jobs)})
     )
     (port,) = free_ports(1)
     words = [PROMETHEUS, f"--config.file={folder}/p.yml", f"--storage.tsdb.path={folder}/data"]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen([*words, f"--web.listen-address=127.0.0.1:{port}"], stderr=log)
     try:
-        url = f"http://127.0.0.1:{port}/api/v1/query?"
+        yield f"http://127.0.0.1:{port}/api/v1/query?"
+    finally:
+        process.terminate()
+        process.wait(120)
+
+
+@pytest.fixture(scope="module")
+def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    target = {"targets": [f"127.0.0.1:{server.metrics_port}"]}
+    engines = {
+        "job_name": "engines",
+        "static_configs": [target | {"labels": {"instance": "engines"}}],
+        "metric_relabel_configs": [{"target_label": "engine", "replacement": "1"}],
+    }
+    plain = {"job_name": "plain", "static_configs": [target]}
+    with scraping(tmp_path_factory.mktemp("prometheus"), plain, engines) as url:
         # Rates are of what changes between two scrapes. The prompt is new, then known to the prefix cache.
         finished = "rate(flashinfer_backend_e2e_latency_seconds_count[30s]) > 0"
         wait_for(lambda: len(ask(url, "flashinfer_backend_engine_up")) == 2, "the first scrapes")
@@ -67,9 +80,6 @@ def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iter
             server.text(PROMPT, 4)
         wait_for(lambda: len(ask(url, finished)) == 2, "rates")
         yield url
-    finally:
-        process.terminate()
-        process.wait(120)
 
 
 def ask(url: str, query: str) -> list[dict[str, Any]]:
@@ -88,7 +98,8 @@ def ask(url: str, query: str) -> list[dict[str, Any]]:
 
 def filled(query: str, instance: str = ".*", engine: str = ".*") -> str:
     """As Grafana asks it: All is `.*`."""
-    names = {"$model": "llm", "$instance": instance, "$engine": engine, "$__rate_interval": "30s"}
+    names = {"$model": "llm", "$instance": instance, "$engine": engine, "$api": instance}
+    names |= {"$__rate_interval": "30s"}
     for name, value in names.items():
         query = query.replace(name, value)
     assert "$" not in query
@@ -102,6 +113,26 @@ def test_every_query_has_data(prometheus: str) -> None:
         found = ask(prometheus, filled(query))
         if not ON_A_GPU.search(query) and not any(name in query for name in ABSENT_WHILE_WELL):
             assert found, query
+
+
+def test_every_query_of_the_openai_api_has_data(api: OpenAiServer, tmp_path: Path) -> None:
+    asked = [query for query in panels() if OPENAI in query]
+    assert len(asked) > 15
+    (variable,) = (v["query"]["query"] for v in DASHBOARD["templating"]["list"] if v["name"] == "api")
+    series, label = re.fullmatch(r"label_values\((.*), (\w+)\)", variable).groups()
+    target = f"127.0.0.1:{api.port}"
+    with scraping(tmp_path, {"job_name": "api", "static_configs": [{"targets": [target]}]}) as url:
+        wait_for(lambda: [each["metric"][label] for each in ask(url, series)] == [target], "the first scrape")
+        families = f"{OPENAI}sequences_finished_total", f"{OPENAI}errors_total"
+        # A series begins with its first answer; rates are of what changes later.
+        for wanted in (list(families), [f"rate({family}[30s]) > 0" for family in families]):
+            for tokens, status in ((4, 200), (-1, 400)):
+                assert api.call("/v1/completions", {"prompt": PROMPT, "max_tokens": tokens})[0] == status
+            wait_for(lambda wanted=wanted: all(ask(url, query) for query in wanted), " and ".join(wanted))
+        for query in asked:
+            assert ask(url, filled(query)), query
+            assert ask(url, filled(query, instance="127.*")), query
+            assert not ask(url, filled(query, instance="other")), query
 
 
 def test_a_chosen_engine_and_instance_narrow_every_query(prometheus: str) -> None:
