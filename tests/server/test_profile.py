@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces of engines that serve, of two engines with two ranks each."""
+"""Traces of engines that serve, of two ranks each; of two engines where all cases run."""
 
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -10,17 +10,21 @@ from openai_server import OpenAiServer, openai_running
 from running import wait_for
 
 from perf_configs import read_trace
+from thinned import some
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 40, "ignore_eos": True}
 
 
-def test_steps_are_traced_while_requests_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "new" / "traces"
-    knobs = ["replicas=2", "tensor_parallel_size=2", f"profile_dir={folder}"]
+@pytest.mark.parametrize("engines", some([1, 2], [1]))
+def test_steps_are_traced_while_requests_run(
+    engines: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, first = tmp_path / "new" / "traces", "engine 0: " if engines > 1 else ""
+    knobs = [f"replicas={engines}", "tensor_parallel_size=2", f"profile_dir={folder}"]
     with openai_running("bundled", tmp_path, *knobs) as server:
         assert server.error("/stop_profile", {})[:2] == (
             409,
-            "engine 0: no trace was started: POST /start_profile",
+            f"{first}no trace was started: POST /start_profile",
         )
         for steps in (0, 101):
             status, message, param, _ = server.error("/start_profile", {"steps": steps})
@@ -31,21 +35,22 @@ def test_steps_are_traced_while_requests_run(tmp_path: Path, capsys: pytest.Capt
         assert (status, started["steps"]) == (200, 5)
         assert server.error("/start_profile", b"")[:2] == (
             409,
-            "engine 0: a trace is being made, 5 steps are left: POST /stop_profile ends it",
+            f"{first}a trace is being made, 5 steps are left: POST /stop_profile ends it",
         )
         with ThreadPoolExecutor(4) as pool:
             for _ in range(4):
                 pool.submit(server.call, "/v1/completions", LONG)
             wait_for(lambda: all(Path(file).exists() for file in started["files"]), "the traces")
         assert server.call("/stop_profile", b"")[2] == {"files": started["files"]}  # they stay the latest
-        check_files(server, folder, started["files"], capsys)
+        check_files(server, folder, started["files"], engines, capsys)
 
 
 def check_files(
-    server: OpenAiServer, folder: Path, files: list[str], capsys: pytest.CaptureFixture[str]
+    server: OpenAiServer, folder: Path, files: list[str], engines: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     places = [re.fullmatch(r".*-engine-(\d)-rank-(\d)\.json", Path(file).name) for file in files]
-    assert [place and place.groups() for place in places] == [("0", "0"), ("0", "1"), ("1", "0"), ("1", "1")]
+    expected = [(str(engine), str(rank)) for engine in range(engines) for rank in range(2)]
+    assert [place and place.groups() for place in places] == expected
     assert sorted(files) == sorted(map(str, folder.iterdir()))
     read_trace.main([files[0]])
     said = capsys.readouterr().out
