@@ -91,7 +91,7 @@ WRONG_IDS = [
     ({"SEQUENCE_LENGTH": np.ones((1, 2), np.int32)}, r"SEQUENCE_LENGTH \[1, 2\]"),
     ({"SEQUENCE_LENGTH": np.array([[4]], np.int32)}, r"SEQUENCE_LENGTH is 4; it should lie in 0..3"),
     ({"SEQUENCE_LENGTH": np.array([[-1]], np.int32)}, "SEQUENCE_LENGTH is -1"),
-    ({"TOKENS_BATCH": np.full((1, 1, 3), -1, np.int32)}, "token id -1 is negative"),
+    ({"TOKENS_BATCH": np.full((1, 1, 3), -1, np.int32)}, "token id -1 should lie in 0..4294967295"),
 ]
 
 

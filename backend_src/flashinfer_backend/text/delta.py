@@ -18,6 +18,7 @@ from itertools import dropwhile
 from tokenizers import Tokenizer
 
 CONTEXT_IDS = 8
+MOST_ID = (1 << 32) - 1
 REPLACEMENT = "\ufffd"
 MAX_PENDING_BYTES = 3
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -63,8 +64,9 @@ class DeltaDecoder:
         self._fill_tables()
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of a whole sequence. Raises ValueError for a negative id, and where the tokenizer fails."""
-        _refuse_negative(ids)
+        """Text of a whole sequence. Raises ValueError for an id outside 0..MOST_ID, and where the tokenizer
+        fails."""
+        _refuse_others(ids)
         if not any(map(self._writes, ids)):
             return ""  # some decoders panic here
         with panics_are_errors():
@@ -86,10 +88,10 @@ class DeltaDecoder:
         """Text that `new_ids` add after `context_ids`, the last ids before them (all, if fewer than 8).
 
         An incomplete character at the end is held back for the next chunk unless `last`. Raises
-        ValueError for a negative id.
+        ValueError for an id outside 0..MOST_ID.
         """
-        _refuse_negative(context_ids)
-        _refuse_negative(new_ids)
+        _refuse_others(context_ids)
+        _refuse_others(new_ids)
         pieces = self._pieces
         if pieces is None:
             return self._difference(context_ids, new_ids, last)
@@ -250,9 +252,11 @@ def _without_incomplete(tokens: list[str]) -> list[str]:
     return tokens
 
 
-def _refuse_negative(ids: Sequence[int]) -> None:
-    if ids and min(ids) < 0:
-        raise ValueError(f"token id {min(ids)} is negative; ids should be 0 or more")
+def _refuse_others(ids: Sequence[int]) -> None:
+    """Numbers that are no ids; the library that decodes has ids of 32 bits."""
+    for outermost in (min(ids), max(ids)) if ids else ():
+        if not 0 <= outermost <= MOST_ID:
+            raise ValueError(f"token id {outermost} should lie in 0..{MOST_ID}")
 
 
 def _decoder_steps(tokenizer: Tokenizer) -> list[dict]:

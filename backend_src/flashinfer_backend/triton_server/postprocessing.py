@@ -104,6 +104,6 @@ class TritonPythonModel:
             texts = texts or whole_texts(self._decoder, inputs)
             output = np.array([text.encode() for text in texts], dtype=np.object_)
             tensors = [pb_utils.Tensor("OUTPUT", output)]
-        except (ValueError, OverflowError) as problem:  # an id beyond what the decoder takes
+        except ValueError as problem:
             error = pb_utils.TritonError(str(problem), pb_utils.TritonError.INTERNAL)
         return pb_utils.InferenceResponse(output_tensors=tensors, error=error)
