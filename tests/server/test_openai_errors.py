@@ -53,6 +53,13 @@ def test_what_can_be_read_has_a_head(api: OpenAiServer) -> None:
     assert api.metric('errors_total{status="405"}') == refused
 
 
+def test_the_page_is_sent_whole_whatever_part_is_asked_for(api: OpenAiServer) -> None:
+    whole = fetch(api.url + "/")[2]
+    for part in ("bytes=5-2", "bytes=x", "bytes=99999999-", "bytes=0-3"):
+        status, _, text = fetch(api.url + "/", headers={"Range": part})
+        assert (status, text) == (200, whole), part
+
+
 def test_a_text_that_is_too_long_is_refused_before_it_is_tokenized(api: OpenAiServer) -> None:
     longest = "é" * (1 << 19)
     text = longest + "aaaa"

@@ -21,7 +21,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -259,8 +259,10 @@ def _of_state(models: Sequence[ServedModel]) -> Iterator[Route]:
     async def metrics(request: Request) -> Response:
         return Response(await pages.next(), headers={"content-type": METRICS_TYPE})
 
+    shown = PAGE.read_bytes()
+
     async def page(request: Request) -> Response:
-        return FileResponse(PAGE, media_type="text/html")
+        return Response(shown, media_type="text/html")
 
     yield from (Route("/health", health), Route("/version", version), Route("/metrics", metrics))
     yield Route("/", page)
