@@ -96,10 +96,10 @@ def ask(url: str, query: str) -> list[dict[str, Any]]:
     return list(found["data"]["result"])
 
 
-def filled(query: str, instance: str = ".*", engine: str = ".*") -> str:
+def filled(query: str, instance: str = ".*", engine: str = ".*", api_model: str = ".*") -> str:
     """As Grafana asks it: All is `.*`."""
-    names = {"$model": "llm", "$instance": instance, "$engine": engine, "$api": instance}
-    names |= {"$__rate_interval": "30s"}
+    names = {"$model": "llm", "$instance": instance, "$engine": engine}
+    names |= {"$api_model": api_model, "$api": instance, "$__rate_interval": "30s"}
     for name, value in names.items():
         query = query.replace(name, value)
     assert "$" not in query
@@ -118,7 +118,9 @@ def test_every_query_has_data(prometheus: str) -> None:
 def test_every_query_of_the_openai_api_has_data(api: OpenAiServer, tmp_path: Path) -> None:
     asked = [query for query in panels() if OPENAI in query]
     assert len(asked) > 15
-    (variable,) = (v["query"]["query"] for v in DASHBOARD["templating"]["list"] if v["name"] == "api")
+    variables = {v["name"]: v for v in DASHBOARD["templating"]["list"]}
+    assert variables["api"]["allValue"] == variables["api_model"]["allValue"] == ".*"
+    variable = variables["api"]["query"]["query"]
     series, label = re.fullmatch(r"label_values\((.*), (\w+)\)", variable).groups()
     target = f"127.0.0.1:{api.port}"
     with scraping(tmp_path, {"job_name": "api", "static_configs": [{"targets": [target]}]}) as url:
@@ -133,6 +135,9 @@ def test_every_query_of_the_openai_api_has_data(api: OpenAiServer, tmp_path: Pat
             assert ask(url, filled(query)), query
             assert ask(url, filled(query, instance="127.*")), query
             assert not ask(url, filled(query, instance="other")), query
+            if "$api_model" in query:  # which is a label where there are several
+                assert not ask(url, filled(query, api_model="other")), query
+        assert sum("$api_model" not in query for query in asked) == 1  # refusals are of no model
 
 
 def test_a_chosen_engine_and_instance_narrow_every_query(prometheus: str) -> None:
