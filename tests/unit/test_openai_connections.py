@@ -19,6 +19,7 @@ import uvloop
 from starlette.requests import Request
 
 from flashinfer_backend.core.bounds import MOST_HEADERS, MOST_PIPELINED
+from flashinfer_backend.openai import connection
 from flashinfer_backend.openai.app import MANY_BODIES, Bodies
 from flashinfer_backend.openai.connection import (
     CONNECTION,
@@ -432,6 +433,34 @@ def test_a_client_that_leaves_behind_a_request_that_is_wrong_is_noticed() -> Non
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         sock.close()
         assert server.left.wait(20)
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_an_early_last_answer_reaches_a_client_that_still_sends(version: str) -> None:
+    """It is sent at once, and the connection ends when the client has ended its side."""
+    body = bytes(32 << 20)
+    head = (
+        f"POST /early HTTP/{version}\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    with running() as server, server.connect(head.encode()) as sock:
+        assert server.sent.wait(20)
+        sock.sendall(body)  # a reset would end it
+        said = answer(sock)
+        assert said.startswith(b"HTTP/1.1 200 ") and said.endswith(b"\r\n\r\ndone")
+        assert len(server.server.server_state.connections) == 1
+        sock.shutdown(socket.SHUT_WR)
+        wait_for(lambda: not server.server.server_state.connections)
+
+
+def test_a_client_that_sends_on_for_long_behind_its_last_answer_is_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection, "LINGER_S", 0.3)
+    head = b"POST /early HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 99999999999\r\n\r\n"
+    with running() as server, server.connect(head) as sock, pytest.raises(OSError):
+        for _ in range(1000):
+            sock.sendall(bytes(1000))
+            time.sleep(0.01)
 
 
 @pytest.mark.parametrize("path", [b"/held", b"/early"])

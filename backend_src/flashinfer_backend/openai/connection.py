@@ -46,6 +46,9 @@ ARRIVES_S = 0.05
 FIRST_LOOK_S, LOOK_S = 0.1, 1.0
 MOST_OLDEST = 64  # connections of which one makes room: the oldest of which all is read
 UNREAD_LOOK_S = 0.25  # between two looks at what is kept for clients that do not read
+# For which what is left of a body is read, and dropped, behind the answer that is a connection's last one.
+# Closed with bytes unread, it would be reset, and clients that still send would not see the answer.
+LINGER_S = 10.0
 
 # Refusals: status and message.
 NO_METHOD = (
@@ -170,10 +173,10 @@ class _Answers:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = _connection.get()
         connection.answered_cycle = getattr(send, "__self__", None)
-        ended = unchunked = False
+        ended = unchunked = lingers = False
 
         async def noted(message: Message) -> None:
-            nonlocal ended, unchunked
+            nonlocal ended, unchunked, lingers
             connection.answering = True
             old = scope["http_version"] == "1.0" and scope["method"] != "HEAD"
             if message["type"] == "http.response.start" and old:
@@ -182,9 +185,13 @@ class _Answers:
                 scope["method"] = "HEAD"
                 connection.write(message.get("body", b""))
             await send(message)
+            if message["type"] == "http.response.start":
+                lingers = connection.keep_open_for_body()
             if message["type"] == "http.response.body" and not message.get("more_body", False):
                 ended = True
                 connection.answered()
+                if lingers:
+                    connection.linger()
 
         scope[BODY_SEND], scope[CONNECTION] = noted, connection
         try:
@@ -440,6 +447,26 @@ class Connection(HttpToolsProtocol):
                 self.transport.close()
         if not self.transport.is_closing() and not self._unanswered:
             self._process.waiting.setdefault(self)
+
+    def keep_open_for_body(self) -> bool:
+        """Whether the connection, which would end with the answer that has begun, does not because its
+        request's body is still arriving."""
+        if self._whole > 0 or self.answered_cycle is None or self.answered_cycle.keep_alive:
+            return False
+        self.answered_cycle.keep_alive = True  # uvicorn would close the connection
+        return True
+
+    def linger(self) -> None:
+        """Ends the server's side, and drops what arrives until the client has ended its own."""
+        if self.transport.is_closing():
+            return
+        self._last_words, self._arriving = b"", False
+        self._forget_later()
+        self._stop_waiting()
+        self._process.waiting[self] = None  # others may need its place
+        self.transport.write_eof()
+        self.transport.resume_reading()
+        self.loop.call_later(LINGER_S, self.transport.close)
 
     def shutdown(self) -> None:
         """uvicorn's word that the server ends. A request that has not arrived is not waited for."""
