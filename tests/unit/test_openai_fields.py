@@ -90,6 +90,41 @@ def test_fields_that_ask_for_nothing(body: Any, accepted: Any, refused: Any) -> 
         assert wrong.value.param in refused and wrong.value.message.startswith(wrong.value.param)
 
 
+@pytest.mark.parametrize("body", [CHAT, TEXT_ALONE, RESPONSE, MESSAGE, TOKENIZE])
+def test_clients_may_send_every_field_they_know(body: Any) -> None:
+    """Where it says nothing: unknown ones that are empty, and null where absence alone is the default."""
+    kind, base = body
+    expected = requests.decode(kind, json.dumps(base).encode())
+    optional = {
+        "model": None,
+        "min_tokens": None,
+        "ignore_eos": None,
+        "skip_special_tokens": None,
+        "priority": None,
+    }
+    optional = {name: value for name, value in optional.items() if name in kind.__struct_fields__}
+    for empty in (None, False, "", [], {}):
+        sent = {"foo": empty, **optional, **base, "bär": empty}
+        assert requests.decode(kind, json.dumps(sent, ensure_ascii=False).encode()) == expected
+    for value in (0, 1, True, " ", [None], {"a": None}, 0.0):
+        with pytest.raises(ApiError, match="Unrecognized request argument supplied: foo"):
+            requests.decode(kind, json.dumps({"bar": None, "foo": value, **base}).encode())
+    for name in base:
+        with pytest.raises(ApiError, match=name):
+            requests.decode(kind, json.dumps({**base, "foo": None, name: 5.5}).encode())
+    large = json.dumps({**base, "foo": None, "a" * requests.MOST_LOOSE: None}).encode()
+    with pytest.raises(ApiError, match="Unrecognized"):  # to look at all fields would take long
+        requests.decode(kind, large)
+
+
+def test_null_can_say_more_than_a_fields_absence() -> None:
+    asked = [{}, {"max_tokens": None}, {"max_tokens": None, "foo": None}]
+    found = [
+        requests.decode(requests.CompletionRequest, json.dumps({"prompt": "x", **a}).encode()) for a in asked
+    ]
+    assert [each.max_tokens for each in found] == [16, None, None]
+
+
 @pytest.mark.parametrize(("kind", "given"), [
     ("text", {"schema": None}),
     ("json_object", None),

@@ -220,6 +220,19 @@ CALLS = (
 )
 
 
+def test_calls_that_a_template_does_not_show_are_refused() -> None:
+    call = {"function": {"name": "look_up", "arguments": "{}"}}
+    messages = plain_messages([{"role": "assistant", "content": "I look.", "tool_calls": [call]}])
+    for source in ("{{ messages[0].content }}", "{% for m in messages %}{{ m['role'] }}{% endfor %}"):
+        with pytest.raises(
+            ApiError, match=r'has a call of "look_up", but .* makes no use of calls'
+        ) as refused:
+            ChatTemplate(source, {}).render(messages, field="input")
+        assert refused.value.param == "input"
+        ChatTemplate(source, {}).render(plain_messages([{"role": "assistant", "content": "I look."}]))
+    assert "look_up" in ChatTemplate("{{ messages | tojson }}", {}).render(messages)
+
+
 def test_calls_for_templates_that_join_text() -> None:
     """DeepSeek-R1's template has calls where a turn's content is none, and joins their arguments to text."""
     call = {"function": {"name": "f", "arguments": '{"a": "é"}'}}
@@ -232,7 +245,9 @@ def test_calls_for_templates_that_join_text() -> None:
     assert template.render(plain_messages([{"role": "assistant", "content": ""}])) == "[]"
     # One that asks for none, and yet takes the content for text
     strict = ChatTemplate(
-        "{% if 'x' in messages[0].content or messages[0].content is none %}{% endif %}ok", {}
+        "{% if 'x' in messages[0].content or messages[0].content is none %}{% endif %}"
+        "{% if messages[0].tool_calls %}ok{% endif %}",
+        {},
     )
     assert strict.render(plain_messages([turn])) == "ok"
     shown = ChatTemplate("{{ messages[0].content }}|{{ messages[0].tool_calls[0].function.arguments.a }}", {})

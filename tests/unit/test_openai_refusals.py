@@ -352,7 +352,7 @@ REFUSED: list[tuple[Any, ...]] = [
     (MESSAGES, {"container": "c"}, "container: Expected `null`"),
     (MESSAGES, {"thread": {"id": "t"}}, "thread is not supported: this server keeps no messages"),
     (MESSAGES, {"speed": "fast"}, 'speed is "fast"'),
-    (MESSAGES, {"fallbacks": []}, "Unrecognized request argument supplied: fallbacks"),
+    (MESSAGES, {"fallbacks": ["a"]}, "Unrecognized request argument supplied: fallbacks"),
     (MESSAGES, {"max_tokens": 0}, "max_tokens: "),
     (MESSAGES, {"stop_sequences": ["x" * 20000]}, "stop_sequences has 20000 bytes"),
     (EMBEDDINGS, {"input": ["a", "b", "", "c"]}, 'input[2] is ""; it should be a text that is not empty'),

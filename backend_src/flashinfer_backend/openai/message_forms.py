@@ -133,6 +133,13 @@ def _is_id(value: Any) -> bool:
     return isinstance(value, str | int)
 
 
+def unnamed_call(messages: list[dict[str, Any]], text: str) -> str:
+    """The name of a function that was called, where `text` has no name of any; else ""."""
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    names = [str(call["function"]["name"]) for call in calls]
+    return "" if not names or any(name in text for name in names) else names[0]
+
+
 def leaves_out(messages: list[dict[str, Any]], text: str) -> bool:
     """Whether one of several messages of the system at the beginning is not shown: DeepSeek-R1's template
     shows the last one only, others the first."""

@@ -8,6 +8,7 @@ do are here, so that the value that asks for nothing passes.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -511,6 +512,10 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
 
 Body = TypeVar("Body", bound=msgspec.Struct)
+# Values of fields that may be unknown; and the bytes of a body in which they are looked for: reading all
+# fields takes the longer the more there are.
+EMPTY = (b"null", b"false", b'""', b"[]", b"{}")
+MOST_LOOSE = 1 << 20
 _UNKNOWN = re.compile(r"Object contains unknown field `(.+?)`(?: - at `\$\.?(.*)`)?")
 _WRONG = re.compile(r"(.*) - at `\$\.?(.*)`", re.DOTALL)
 _HALF = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
@@ -520,9 +525,39 @@ _MISSING = re.compile(r"Object missing required field `(.+?)`(?: - at `\$\.?(.*)
 def decode(kind: type[Body], body: bytes) -> Body:
     """A request's body, within its bounds. Raises ApiError that names the field which is wrong."""
     with _worded(kind, body):
-        decoded = msgspec.json.decode(bounded(kind, body), type=kind)
+        try:
+            decoded = msgspec.json.decode(bounded(kind, body), type=kind)
+        except msgspec.ValidationError:
+            if len(body) > MOST_LOOSE:
+                raise
+            decoded = msgspec.json.decode(bounded(kind, _without_empty(kind, body)), type=kind)
     check_items(decoded)
     return decoded
+
+
+def _without_empty(kind: type[msgspec.Struct], body: bytes) -> bytes:
+    """A body without what is written by clients that send every field they know: fields that are unknown here
+    and null, false or empty, and those that are null where only their absence says so."""
+    given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
+
+    def says_nothing(name: str, raw: bytes) -> bool:
+        if (field := fields.get(name)) is None:
+            return raw in EMPTY
+        return raw == b"null" and not field.required and not _takes_null(field.type)
+
+    kept = {name: raw for name, value in given.items() if not says_nothing(name, raw := bytes(value))}
+    return b"{" + b",".join(msgspec.json.encode(name) + b":" + raw for name, raw in kept.items()) + b"}"
+
+
+@cache
+def _takes_null(of: Any) -> bool:
+    found = info.type_info(of)
+    while isinstance(found, info.Metadata):
+        found = found.type
+    if isinstance(found, info.UnionType):
+        return found.includes_none
+    return isinstance(found, info.NoneType | info.AnyType | info.RawType)
 
 
 def convert(kind: type[Body], query: Mapping[str, str]) -> Body:

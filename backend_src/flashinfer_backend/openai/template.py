@@ -172,7 +172,6 @@ class ChatTemplate:
                 text = rendered(form, shown_tools)
                 if message_forms.leaves_out(form, text):
                     text = rendered(message_forms.with_joined_neighbours(form, ("system",)), shown_tools)
-                return text
             except RecursionError:  # tojson of one of them
                 raise ApiError(
                     f"{field}, tools or chat_template_kwargs are nested too deeply for the chat template",
@@ -180,6 +179,14 @@ class ChatTemplate:
                 ) from None
             except Exception as error:  # a template may raise anything, on purpose or not
                 errors.append(error)
+                continue
+            if "tool_calls" not in source and (name := message_forms.unnamed_call(form, text)):
+                raise field_error(
+                    field,
+                    f"has a call of {shown(name)}, but the checkpoint's chat template makes no use of calls;"
+                    " write them and their results as content",
+                )
+            return text
         raise ApiError(
             f"the checkpoint's chat template refuses the messages: {errors[0]}{advice}", param=field
         ) from errors[0]
