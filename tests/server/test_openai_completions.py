@@ -182,6 +182,10 @@ def test_what_clients_of_vllm_send(client: openai.OpenAI) -> None:
             r"400 - structured_outputs .*ud800 is half",
         ),
         ({"guided_regex": "(([a-z ,]{1,60}){1,60}){1,60}"}, "400 - following the grammar failed after"),
+        (
+            {"structured_outputs": {"choice": [f"word {n:09}" for n in range(20_000)]}},
+            r"400 - structured_outputs has \d+ characters as a grammar; it should have at most",
+        ),
         ({"allowed_token_ids": [one], "guided_regex": "[^ ]{3}0"}, "allowed_token_ids leaves no token"),
     ):
         with pytest.raises(openai.BadRequestError, match=words):

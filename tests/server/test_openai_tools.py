@@ -171,6 +171,15 @@ def test_strict_calls_that_the_model_chose(client: openai.OpenAI, seed: int) -> 
     assert not free.choices[0].message.tool_calls
 
 
+def test_what_strict_functions_cannot_be_held_to_names_the_tools(api: OpenAiServer) -> None:
+    function = {**WEATHER["function"], "parameters": {"type": "object", "properties": {"a": {"type": "foo"}}}}
+    body = {"messages": [{"role": "user", "content": "Hi"}], "tools": [{**WEATHER, "function": function}]}
+    status, message, param, _ = api.error("/v1/chat/completions", body)
+    assert (status, param) == (400, "tools") and message.startswith(
+        "strict functions: the parameters of weather"
+    )
+
+
 def test_strict_functions_leave_text_as_it_is(client: openai.OpenAI, api: OpenAiServer) -> None:
     loose = {**WEATHER, "function": {**WEATHER["function"], "strict": False}}
     free, strict = (ask(client, tools=[tool], max_tokens=16) for tool in (loose, WEATHER))

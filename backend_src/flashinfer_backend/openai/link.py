@@ -33,6 +33,7 @@ MOST_WAITING = 4096  # prompts for that room; the engine's queue has no smaller 
 RETRYABLE = (endpoint.ENGINE_LOST, endpoint.ENGINE_DOWN, endpoint.LINK_LOST)
 SHUTTING_DOWN = "The server is shutting down."
 OTHER_GUIDE = "guided_decoding_guide"  # the engine's name of a guide, a tensor that these clients do not send
+STRICT_FUNCTIONS = "strict functions"  # with these words a refusal of a guide of theirs begins
 
 
 class ClientLeft(Exception):
@@ -362,7 +363,7 @@ def failure(stream: Stream) -> ApiError:
     if stream.refused and message.startswith(OTHER_GUIDE):
         field = stream.row.guide_field
         return ApiError(field + message.removeprefix(OTHER_GUIDE), param=field)
-    if is_of_the_guide(message):
+    if is_of_the_guide(message) or (stream.refused and message.startswith(STRICT_FUNCTIONS)):
         return ApiError(message, param=stream.row.guide_field)
     if message == NO_TOKEN_LEFT:
         return ApiError(message, param="allowed_token_ids")

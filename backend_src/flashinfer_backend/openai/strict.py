@@ -30,7 +30,7 @@ from flashinfer_backend.openai.formats.qwen_xml import (
     plain_text,
 )
 from flashinfer_backend.openai.formats.reasoning import CLOSE, OPEN
-from flashinfer_backend.openai.link import OTHER_GUIDE
+from flashinfer_backend.openai.link import OTHER_GUIDE, STRICT_FUNCTIONS
 from flashinfer_backend.openai.sampling import ANY_OBJECT, Guide
 from flashinfer_backend.structured.compiler import LLAMA_MARKS, MISTRAL_MARKS
 from flashinfer_backend.structured.regex import escaped
@@ -69,7 +69,7 @@ def calls_guide(
     if content is None and tool_format in WITH_SPECIAL_TOKENS:
         special = None
     beside = "" if content is None else " and response_format"
-    refusal = f"strict functions{beside}: {{}}; leave such keywords or strict out"
+    refusal = f"{STRICT_FUNCTIONS}{beside}: {{}}; leave such keywords or strict out"
     return _guide(schemas, grammar.schemas, [f"start: {answer}", *grammar.lines], special, refusal)
 
 

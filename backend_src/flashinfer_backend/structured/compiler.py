@@ -95,7 +95,8 @@ class GrammarCompiler:
             )
         if len(text) > GRAMMAR.characters:
             raise GrammarError(
-                f"the grammar has {len(text)} characters; it should have at most {GRAMMAR.characters}"
+                f"guided_decoding_guide has {len(text)} characters as a grammar; it should have at most"
+                f" {GRAMMAR.characters}"
             )
         special: Collection[str] | None = ()
         refusal = f"guided_decoding_guide is not a valid {grammar_type}: {{}}"
