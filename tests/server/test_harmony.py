@@ -58,6 +58,16 @@ def test_chats(client: openai.OpenAI, name: str, stream: bool) -> None:
     assert said(part.to_dict() for part in (answer if stream else [answer])) == READ[name]
 
 
+@pytest.mark.parametrize("more", [{"tool_choice": "none"}, {"tools": []}], ids=str)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_was_not_allowed_is_content(
+    client: openai.OpenAI, more: dict[str, Any], stream: bool
+) -> None:
+    answer = client.chat.completions.create(**body(CHATS["call"], stream=stream) | more)
+    _, text, calls, reason = said(part.to_dict() for part in (answer if stream else [answer]))
+    assert (text, calls, reason) == (ARGUMENTS, [], "stop")
+
+
 @pytest.mark.parametrize("name", CHATS)
 def test_the_ensemble_gives_the_same_as_text(server: BothApis, name: str) -> None:
     chat = CHATS[name]

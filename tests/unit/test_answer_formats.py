@@ -221,6 +221,10 @@ CASES: dict[str, tuple[Make, str, list[Event]]] = {
       f"{PARIS}<|call|>", [Event(REASONING, "Hm."), *called("weather", PARIS)]),
     "harmony, recipient in the role": (maker("harmony", "harmony"),
      f" to=functions.weather<|channel|>commentary json<|message|>{PARIS}", called("weather", PARIS)),
+    "harmony, a call where none is possible": (maker("none", "harmony"),
+     "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary"
+      f" to=functions.weather <|constrain|>json<|message|>{PARIS}<|call|>",
+     [Event(REASONING, "Hm."), content(PARIS)]),
     "harmony, final": (maker("harmony", "harmony"),
      "<|channel|>analysis<|message|>a < b<|end|><|start|>assistant<|channel|>final<|message|>"
       "Yes <|.<|return|>", [Event(REASONING, "a < b"), content("Yes <|.")]),
@@ -311,9 +315,11 @@ def test_the_template_tells_the_format() -> None:
     [("<think>\n", True), ("<think>\nI look", True), ("<think>\n\n</think>\n\n", False), ("", False)],
 )
 def test_a_prompt_opens_the_reasoning(answer: str, opened: bool) -> None:
-    asked = "What is <think>?"
-    assert is_opened(f"user {asked} assistant {answer}", asked) == opened
-    assert is_opened(f"<think>{asked}</s>{answer}", asked) == opened
+    for asked in ("What is <think>?", "hi", "t", "<think>", "</think>", "I look", "k>\nI"):
+        for prompt in ("user {} assistant ", "<think>{}</s>", "hi, <think>. user {} assistant "):
+            shown = (prompt + answer).format
+            assert is_opened(shown(asked), asked, shown) == opened, (asked, prompt)
+    assert not is_opened("user <think> I", "", str)
 
 
 def test_reasoning_that_mentions_a_call_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,9 @@ class Turn:
                 f" --tool-format ({known}), or force calls by tool_choice",
                 param="tools",
             )
-        self.inside = self.reasoning_format == "think" and is_opened(text, asked)
+        self.inside = self.reasoning_format == "think" and is_opened(
+            text, asked, partial(_render_other, served, conversation)
+        )
         if self.bound:
             if not limits.guided_decoding and not self.calls_or_json:
                 raise ApiError(
@@ -213,6 +215,16 @@ def _asked(messages: Sequence[Mapping[str, Any]]) -> str:
     """The text of the last message that is not the assistant's."""
     texts = [message.get("content") for message in messages if message.get("role") != "assistant"]
     return texts[-1].strip() if texts and isinstance(texts[-1], str) else ""
+
+
+def _render_other(served: ServedModel, conversation: Conversation, text: str) -> str:
+    """The prompt with another text of that message; "" where the template takes none."""
+    at = max(n for n, message in enumerate(conversation.messages) if message.get("role") != "assistant")
+    messages = [{**m, "content": text} if n == at else m for n, m in enumerate(conversation.messages)]
+    try:
+        return render(served, replace(conversation, messages=messages))
+    except ApiError:
+        return ""
 
 
 def render(served: ServedModel, conversation: Conversation) -> str:

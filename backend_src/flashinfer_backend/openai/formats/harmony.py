@@ -24,9 +24,10 @@ class HarmonyReader:
     """<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>..., with special
     tokens as text. A message to a function is a call. A line break separates two messages of one kind."""
 
-    def __init__(self, whole_arguments: bool) -> None:
-        """whole_arguments: arguments are whole JSON, so that marks in their strings end no message."""
-        self._whole = whole_arguments
+    def __init__(self, calls: bool, whole_arguments: bool) -> None:
+        """calls: there can be some; else what is for a function is content. whole_arguments: arguments are
+        whole JSON, so that marks in their strings end no message."""
+        self._calls, self._whole = calls, whole_arguments
         self._value: ValueScanner | None = None
         self._state = "begin"
         self._text = ""
@@ -64,7 +65,7 @@ class HarmonyReader:
         self._text, self._state = rest, "body"
         channel = found[1] if (found := _CHANNEL.search(header)) else ""
         recipient = found[1] if (found := _RECIPIENT.search(header)) else ""
-        if recipient:
+        if recipient and self._calls:
             self._kind = ARGUMENTS
             self._value = ValueScanner() if self._whole else None
             events.append(Event(CALL, recipient.removeprefix("functions.")))

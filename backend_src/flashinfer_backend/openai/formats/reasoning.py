@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reasoning between <think> and </think>, at the beginning of an answer."""
 
+import secrets
+from collections.abc import Callable
+
 from flashinfer_backend.openai.formats.events import CALL, CONTENT, REASONING, Event, Reader, split_held
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -82,9 +85,19 @@ class ThinkReader:
         return self._rest.feed(text)
 
 
-def is_opened(prompt: str, asked: str) -> bool:
+def is_opened(prompt: str, asked: str, with_other: Callable[[str], str]) -> bool:
     """Whether a prompt opens reasoning and leaves it open. asked: the last message that is not the answer's
-    beginning; marks in it and before it do not count."""
-    at = prompt.rfind(asked) if asked else -1
-    answer = prompt[at + len(asked) :] if at >= 0 else ""
-    return prompt.rstrip().endswith(OPEN) or answer.rfind(OPEN) > answer.rfind(CLOSE)
+    beginning; marks in it and before it do not count. with_other: the prompt with another text in its place,
+    for a message that is also found elsewhere, as "hi" is in the mark itself."""
+    at = prompt.rfind(OPEN)
+    if prompt.rstrip().endswith(OPEN):
+        return True
+    if at <= prompt.rfind(CLOSE) or asked not in prompt:
+        return False
+    before, behind = asked in prompt[:at], prompt.rfind(asked) + len(asked) > at
+    if not asked or not (before and behind):
+        return bool(asked) and before
+    mark = secrets.token_hex(16)
+    other = with_other(mark)
+    place = other.rfind(mark)
+    return 0 <= place < other.rfind(OPEN) and other.rfind(OPEN) > other.rfind(CLOSE)
