@@ -462,11 +462,12 @@ class Connection(HttpToolsProtocol):
             return
         self._last_words, self._arriving = b"", False
         self._forget_later()
+        self._unset_keepalive_if_required()
         self._stop_waiting()
         self._process.waiting[self] = None  # others may need its place
+        self._deadline = self.loop.call_later(LINGER_S, self.transport.close)
         self.transport.write_eof()
         self.transport.resume_reading()
-        self.loop.call_later(LINGER_S, self.transport.close)
 
     def shutdown(self) -> None:
         """uvicorn's word that the server ends. A request that has not arrived is not waited for."""
