@@ -51,7 +51,7 @@ def test_a_curve_joins_runs_of_one_bound(tmp_path):
 
 
 def test_markers_of_the_highest_values_are_whole(tmp_path, monkeypatch):
-    """Of values that lie close together, far above 0, too."""
+    """Also where all values lie close together, far above 0."""
     from client import report_plots
 
     figures = []
