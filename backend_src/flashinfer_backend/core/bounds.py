@@ -43,6 +43,7 @@ MOST_TEXTS = 1 << 20  # of a tensor: 256 rows, each padded to 4096 words
 MOST_SEQUENCES = 4096  # of one request, as many as can ever run at once: others wait while they are queued
 MOST_INPUTS = 2048  # texts of one request for embeddings, documents of one for scores
 MOST_CHOICES = 128  # of one request to the OpenAI API: n times its prompts
+MOST_LOOSE = 1 << 20  # bytes of a body whose unknown fields may be empty ones: each is looked at
 MOST_TOP_LOGPROBS = 20
 MOST_LOG_PROBS = 1 << 24  # of one answer without streaming, which are kept until its end: 128 MiB
 MOST_UNREAD = 1 << 29  # bytes that a process of the OpenAI API keeps for clients that do not read

@@ -133,11 +133,12 @@ def _is_id(value: Any) -> bool:
     return isinstance(value, str | int)
 
 
-def unnamed_call(messages: list[dict[str, Any]], text: str) -> str:
-    """The name of a function that was called, where `text` has no name of any; else ""."""
+def unnamed_call(messages: Sequence[Mapping[str, Any]], text: str) -> str:
+    """The name of the first function that was called, where `text` has neither it nor the last one's; else
+    "". To look for many in a long text would take seconds."""
     calls = [call for message in messages for call in message.get("tool_calls") or ()]
-    names = [str(call["function"]["name"]) for call in calls]
-    return "" if not names or any(name in text for name in names) else names[0]
+    names = [str(call["function"]["name"]) for call in (*calls[:1], *calls[-1:])]
+    return "" if any(name in text for name in names) else "".join(names[:1])
 
 
 def leaves_out(messages: list[dict[str, Any]], text: str) -> bool:

@@ -15,7 +15,13 @@ import msgspec
 from msgspec import Meta
 from msgspec import inspect as info
 
-from flashinfer_backend.core.bounds import MOST_CHOICES, MOST_PAGE_ITEMS, MOST_TOP_LOGPROBS, MOST_WORD
+from flashinfer_backend.core.bounds import (
+    MOST_CHOICES,
+    MOST_LOOSE,
+    MOST_PAGE_ITEMS,
+    MOST_TOP_LOGPROBS,
+    MOST_WORD,
+)
 from flashinfer_backend.core.values import INT32_MAX, MOST_SHOWN, shown
 from flashinfer_backend.openai.bounds import bounded, check_field, check_items
 from flashinfer_backend.openai.errors import ApiError, field_error, wrong_value
@@ -512,10 +518,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
 
 Body = TypeVar("Body", bound=msgspec.Struct)
-# Values of fields that may be unknown; and the bytes of a body in which they are looked for: reading all
-# fields takes the longer the more there are.
-EMPTY = (b"null", b"false", b'""', b"[]", b"{}")
-MOST_LOOSE = 1 << 20
+EMPTY = (b"null", b"false", b'""', b"[]", b"{}")  # values of fields that may be unknown
 _UNKNOWN = re.compile(r"Object contains unknown field `(.+?)`(?: - at `\$\.?(.*)`)?")
 _WRONG = re.compile(r"(.*) - at `\$\.?(.*)`", re.DOTALL)
 _HALF = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")

@@ -180,7 +180,7 @@ class ChatTemplate:
             except Exception as error:  # a template may raise anything, on purpose or not
                 errors.append(error)
                 continue
-            if "tool_calls" not in source and (name := message_forms.unnamed_call(form, text)):
+            if "tool_calls" not in source and (name := message_forms.unnamed_call(messages, text)):
                 raise field_error(
                     field,
                     f"has a call of {shown(name)}, but the checkpoint's chat template makes no use of calls;"

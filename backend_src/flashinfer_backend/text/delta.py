@@ -66,7 +66,7 @@ class DeltaDecoder:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of a whole sequence. Raises ValueError for an id outside 0..MOST_ID, and where the tokenizer
         fails."""
-        _refuse_others(ids)
+        _check_ids(ids)
         if not any(map(self._writes, ids)):
             return ""  # some decoders panic here
         with panics_are_errors():
@@ -90,8 +90,8 @@ class DeltaDecoder:
         An incomplete character at the end is held back for the next chunk unless `last`. Raises
         ValueError for an id outside 0..MOST_ID.
         """
-        _refuse_others(context_ids)
-        _refuse_others(new_ids)
+        _check_ids(context_ids)
+        _check_ids(new_ids)
         pieces = self._pieces
         if pieces is None:
             return self._difference(context_ids, new_ids, last)
@@ -252,8 +252,8 @@ def _without_incomplete(tokens: list[str]) -> list[str]:
     return tokens
 
 
-def _refuse_others(ids: Sequence[int]) -> None:
-    """Numbers that are no ids; the library that decodes has ids of 32 bits."""
+def _check_ids(ids: Sequence[int]) -> None:
+    """Raises ValueError for a number that is no id; the library that decodes has ids of 32 bits."""
     for outermost in (min(ids), max(ids)) if ids else ():
         if not 0 <= outermost <= MOST_ID:
             raise ValueError(f"token id {outermost} should lie in 0..{MOST_ID}")

@@ -57,7 +57,7 @@ def make_reader(
     it has one: all calls are of these, with whole arguments that match the schemas given here. or_content:
     the guide admits an answer of calls only or of content only."""
     if "harmony" in (tools, reasoning):
-        return BlanksTogether(HarmonyReader(tools == "harmony", whole_arguments=bool(bound)))
+        return BlanksTogether(HarmonyReader(calls=tools == "harmony", whole_arguments=bool(bound)))
     reader: Reader
     if tools == "hermes":
         reader = HermesReader()

@@ -92,11 +92,11 @@ def is_opened(prompt: str, asked: str, with_other: Callable[[str], str]) -> bool
     at = prompt.rfind(OPEN)
     if prompt.rstrip().endswith(OPEN):
         return True
-    if at <= prompt.rfind(CLOSE) or asked not in prompt:
+    if at <= prompt.rfind(CLOSE) or not asked:
         return False
     before, behind = asked in prompt[:at], prompt.rfind(asked) + len(asked) > at
-    if not asked or not (before and behind):
-        return bool(asked) and before
+    if not (before and behind):
+        return before
     mark = secrets.token_hex(16)
     other = with_other(mark)
     place = other.rfind(mark)
