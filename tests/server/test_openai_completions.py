@@ -126,6 +126,21 @@ def test_log_probs_of_a_prompt_are_those_of_making_it(client: openai.OpenAI, api
     assert full.text_offset[:3] == [0, 0, len(full.tokens[1])], "the text lacks the special token"
 
 
+def test_parts_of_a_character_are_told_apart(api: OpenAiServer) -> None:
+    prompt = "\N{SNOWMAN}\N{COMBINING ENCLOSING KEYCAP}\N{GRINNING FACE}"
+    body = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 20, "prompt_logprobs": 20}
+    choice = api.call("/v1/completions", body)[2]["choices"][0]
+    tokens = choice["logprobs"]["tokens"][1:]
+    parts = [token for token in tokens if token.startswith("bytes:")]
+    assert len(parts) > 1, "the tokenizer has whole characters: take rarer ones"
+    codes = [token.removeprefix("bytes:").split(r"\x")[1:] for token in parts]
+    assert prompt.encode().hex() == "".join(map("".join, codes)), "all of these characters are in parts"
+    by_id = choice["prompt_logprobs"][1:]
+    for best, found in zip(choice["logprobs"]["top_logprobs"][1:], by_id, strict=True):
+        assert len(best) == len(found), "no token hides another"
+    assert any("\N{REPLACEMENT CHARACTER}" in each["decoded_token"] for each in by_id[1].values())
+
+
 def test_log_probs_of_a_prompt_by_id(client: openai.OpenAI, api: OpenAiServer) -> None:
     body = {"prompt": PROMPT, "temperature": 0.0, "max_tokens": 3, "echo": True, "logprobs": 2}
     for _ in range(2):  # the second time the prompt is in the prefix cache

@@ -156,14 +156,14 @@ class _Reply(Choices):
         top = self._request.logprobs
         if top is None or self._request.max_tokens == 0:
             return None
-        lists = TokenLists(self._served.token_texts, self._decoder, offset, context_ids)
+        lists = TokenLists(self._served.completion_tokens, self._decoder, offset, context_ids)
         await in_thread_if_many(partial(lists.add_chunk, chunk, top), len(chunk.ids), top)
         return lists
 
     def _shown(self, lists: TokenLists | None) -> dict[str, Raw] | None:
         if self._request.logprobs is None:
             return None
-        return (lists or TokenLists(self._served.token_texts, self._decoder)).json()
+        return (lists or TokenLists(self._served.completion_tokens, self._decoder)).json()
 
     async def body(self) -> dict[str, Any]:
         n = self._request.n or 1
@@ -194,15 +194,15 @@ class _Reply(Choices):
         if first.logits is None:
             return PromptReport(None, None)
         if self._reported is not first:
-            request, found, texts = self._request, first.logits.reduced.result(), self._served.token_texts
+            request, served, found = self._request, self._served, first.logits.reduced.result()
             assert found is not None
             echoed = request.echo and request.logprobs is not None
             top, by_id = request.logprobs or 0, request.prompt_logprobs
 
             def write() -> PromptReport:
                 return PromptReport(
-                    prompt_lists(found, top, texts, self._decoder) if echoed else None,
-                    None if by_id is None else prompt_log_probs(found, by_id, texts),
+                    prompt_lists(found, top, served.completion_tokens, self._decoder) if echoed else None,
+                    None if by_id is None else prompt_log_probs(found, by_id, served.token_texts),
                 )
 
             self._report = await in_thread_if_many(write, len(found.prompt), max(top, by_id or 0))

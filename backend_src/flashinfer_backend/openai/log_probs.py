@@ -55,6 +55,15 @@ def text_of(data: bytes) -> str:
     return data.decode(errors="replace")
 
 
+def completion_token(data: bytes) -> str:
+    """A token of a completion: its text, or, of a part of a character, its bytes as OpenAI's completions write
+    them ("bytes:\\xe2\\x80"). As replacement characters, different tokens would be the same key."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
 def chat_token(data: bytes) -> bytes:
     """A token's object in a chat, with a place for its log probability as of printf."""
     text = encode(text_of(data)).replace(b"%", b"%%")
@@ -90,7 +99,7 @@ class TokenLists:
     def __init__(
         self, texts: TokenTexts[str], written: DeltaDecoder, offset: int = 0, context_ids: Sequence[int] = ()
     ) -> None:
-        """texts: tokens as text_of writes them. written: writes the text, in which tokens have offsets.
+        """texts: tokens as completion_token writes them. written: writes the text, in which tokens have offsets.
         offset: characters of the text before the first token. context_ids: the last ids before it."""
         self._texts, self._written = texts, written
         self._context = list(context_ids)

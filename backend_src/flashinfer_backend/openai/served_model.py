@@ -20,7 +20,7 @@ from flashinfer_backend.openai.connection import client_left
 from flashinfer_backend.openai.errors import ApiError, field_error
 from flashinfer_backend.openai.formats import choice
 from flashinfer_backend.openai.link import EngineLink, Reduce, Streams, unavailable
-from flashinfer_backend.openai.log_probs import TokenTexts, chat_token, text_of
+from flashinfer_backend.openai.log_probs import TokenTexts, chat_token, completion_token, text_of
 from flashinfer_backend.openai.metrics import Metrics
 from flashinfer_backend.openai.model import Model
 from flashinfer_backend.openai.requests import Sampling
@@ -89,6 +89,10 @@ class ServedModel:
     @cached_property
     def token_texts(self) -> TokenTexts[str]:
         return TokenTexts(text_of, self.decoder(skip_special_tokens=False))
+
+    @cached_property
+    def completion_tokens(self) -> TokenTexts[str]:
+        return TokenTexts(completion_token, self.decoder(skip_special_tokens=False))
 
     @cached_property
     def chat_tokens(self) -> TokenTexts[bytes]:
