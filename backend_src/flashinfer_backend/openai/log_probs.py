@@ -56,8 +56,8 @@ def text_of(data: bytes) -> str:
 
 
 def completion_token(data: bytes) -> str:
-    """A token of a completion: its text, or, of a part of a character, its bytes as OpenAI's completions write
-    them ("bytes:\\xe2\\x80"). As replacement characters, different tokens would be the same key."""
+    """A token of a completion: its text, or, of a part of a character, its bytes as OpenAI's completions
+    write them ("bytes:\\xe2\\x80"). As replacement characters, different tokens would be the same key."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -99,8 +99,8 @@ class TokenLists:
     def __init__(
         self, texts: TokenTexts[str], written: DeltaDecoder, offset: int = 0, context_ids: Sequence[int] = ()
     ) -> None:
-        """texts: tokens as completion_token writes them. written: writes the text, in which tokens have offsets.
-        offset: characters of the text before the first token. context_ids: the last ids before it."""
+        """texts: tokens as completion_token writes them. written: writes the text, in which tokens have
+        offsets. offset: characters of the text before the first token. context_ids: the last ids before it."""
         self._texts, self._written = texts, written
         self._context = list(context_ids)
         self._parts = {name: bytearray() for name in NAMES}
