@@ -44,7 +44,7 @@ from flashinfer_backend.openai.requests import (
     decode,
 )
 from flashinfer_backend.openai.response_store import ResponseStore
-from flashinfer_backend.openai.responses import _Reply, input_page, messages_of, without_references
+from flashinfer_backend.openai.responses import _input_of, _Reply, input_page, messages_of, without_references
 from flashinfer_backend.openai.sampling import Defaults, EngineLimits, Length, NamedTokens, sampling_params
 from flashinfer_backend.openai.served_model import ServedModel
 from flashinfer_backend.openai.template import ChatTemplate, plain_messages
@@ -949,6 +949,17 @@ def test_a_request_whose_client_has_left_goes_without_a_search_for_circles() -> 
         assert own() is None
     finally:
         gc.enable()
+
+
+def test_the_input_of_a_cut_custom_tool_call_is_what_was_written_of_it() -> None:
+    text = 'SELECT "a\\n", "\N{GRINNING FACE}";\n'
+    for arguments in (json.dumps({"input": text}), json.dumps({"input": text}, ensure_ascii=False)):
+        found = [_input_of(arguments[:end]) for end in range(len('{"input": "'), len(arguments) + 1)]
+        assert found[0] == "" and found[-1] == text
+        assert all(text.startswith(one) for one in found), found
+        assert [len(one) for one in found] == sorted(len(one) for one in found)
+    for other in ('{"inp', '{"text": "a', "", "[1"):
+        assert _input_of(other) == other
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,8 @@ class TokenLists:
         self, texts: TokenTexts[str], written: DeltaDecoder, offset: int = 0, context_ids: Sequence[int] = ()
     ) -> None:
         """texts: tokens as completion_token writes them. written: writes the text, in which tokens have
-        offsets. offset: characters of the text before the first token. context_ids: the last ids before it."""
+        offsets. offset: characters of the text before the first token. context_ids: the last ids before
+        it."""
         self._texts, self._written = texts, written
         self._context = list(context_ids)
         self._parts = {name: bytearray() for name in NAMES}

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """/v1/responses: text, reasoning and calls of tools. Responses are kept only with --store-mib."""
 
+import contextlib
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
@@ -46,6 +48,8 @@ LEFT_OUT = (
 )
 LARK = "custom with a Lark grammar"  # which nothing can keep to inside JSON
 INPUT = "input"  # of a custom tool, the one parameter of the function that the model sees in its place
+BEGUN_INPUT = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
+LONGEST_ESCAPE = 12  # characters: two halves of one character outside the first 65536
 CALL_FIELDS = {"function_call": "arguments", "custom_tool_call": INPUT}
 CALL_OUTPUTS = ("function_call_output", "custom_tool_call_output")
 ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
@@ -454,11 +458,14 @@ def _custom_function(form: Any, place: str) -> dict[str, Any]:
 
 
 def _input_of(arguments: str) -> str:
-    """The input of a custom tool's call; all that the model wrote where that is no object with one."""
-    try:
-        return msgspec.json.decode(arguments, type=dict[str, str])[INPUT]
-    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError):
-        return arguments
+    """The input of a custom tool's call, as far as it goes if the call was cut; all that the model wrote
+    where that is no object with one."""
+    begun = BEGUN_INPUT.match(arguments)
+    ends = range(len(arguments), max(begun.end(), len(arguments) - LONGEST_ESCAPE) - 1, -1) if begun else ()
+    for text in (arguments, *(f'{arguments[:end]}"}}' for end in ends)):
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, KeyError):
+            return msgspec.json.decode(text, type=dict[str, str])[INPUT]
+    return arguments
 
 
 def shown_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
