@@ -33,6 +33,7 @@ AGENTS = {
     ],
     "write_sql 1": ["It was ", "written."],
     "db__note 0": ['<tool_call>{"name": "db__note", "arguments": {"text": 1}}</tool_call>'],
+    "lost 0": ['<tool_call>{"name": "lost", "arguments": {"text":', ' "and so'],
     "exec_command 1": ["The note says: ", "water the plants."],
 }
 END_ID = 1  # of the bundled tokenizer

@@ -127,6 +127,9 @@ def test_a_call_and_its_result(client: anthropic.Anthropic) -> None:
     # Arguments that max_tokens cuts are those of no call.
     cut = client.messages.create(**{**TURN, "max_tokens": 3}, **tools)
     assert (cut.stop_reason, cut.content[1].to_dict()["input"]) == ("max_tokens", {})
+    lost: Any = {"name": "lost", "input_schema": {"type": "object"}}
+    ended = client.messages.create(**TURN, tools=[lost])  # by the model itself, in its arguments
+    assert (ended.stop_reason, ended.content[0].to_dict()["input"]) == ("end_turn", {})
 
 
 @pytest.mark.parametrize(

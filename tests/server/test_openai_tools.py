@@ -154,6 +154,17 @@ def test_a_stop_word_in_a_call(client: openai.OpenAI, word: str) -> None:
     assert [(item.type, item.status) for item in response.output] == [("function_call", status)]  # type: ignore[union-attr]
 
 
+def test_a_call_that_the_model_does_not_end(client: openai.OpenAI, api: OpenAiServer) -> None:
+    """Nobody should run it."""
+    said = saying(f"Let me see.\n{CALL[: CALL.index('Ulm') + 2]}")
+    content, calls, finish = both(client, tools=[WEATHER], extra_body=said)
+    assert (content, calls, finish) == ("Let me see.", [("weather", '{"city": "Ul')], "stop")
+    function = {"type": "function", **WEATHER["function"]}
+    answer = api.call("/v1/responses", {"input": "?", "tools": [function], **said})[2]
+    call = answer["output"][-1]
+    assert (call["arguments"], call["status"]) == ('{"city": "Ul', "incomplete")
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_strict_calls_that_the_model_chose(client: openai.OpenAI, seed: int) -> None:
     """The bias has the model, which writes anything else after it, open a call."""

@@ -265,7 +265,7 @@ class Answer:
         self.calls = 0
         self.calls_sent = 0  # of a stream
         self.finish: str | None = None  # why it ended
-        self.stopped_in_call = False  # a stop word ended it, and the last call's arguments are not whole
+        self.stopped_in_call = False  # not by its length: the last call's arguments are not whole
         self._cut = False  # it ended with the first call
         self._arguments: ValueScanner | None = None  # of the latest call
         self._reasoning: list[str] = []
@@ -325,8 +325,11 @@ class Answer:
 
     def _finish(self, code: int) -> str:
         reason = finish_reason(code)
-        in_arguments = self._arguments is not None and not self._arguments.complete
-        self.stopped_in_call = code == protocol.FINISHED_STOP_WORDS and in_arguments
+        if (arguments := self._arguments) is not None:
+            # Models also write arguments that are no JSON: whether these are whole, only an end token tells.
+            own_end = code != protocol.FINISHED_STOP_WORDS
+            whole = not arguments.in_brackets if own_end else arguments.complete
+            self.stopped_in_call = reason == "stop" and not whole
         if not self.calls or self._turn.tools.named is not None or self.stopped_in_call:
             return reason
         return "tool_calls" if reason == "stop" or self._cut else reason

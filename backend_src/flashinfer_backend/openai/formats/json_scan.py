@@ -23,6 +23,11 @@ class ValueScanner:
         self._depth = 0
         self._in_string = self._escaped = self._scalar = False
 
+    @property
+    def in_brackets(self) -> bool:
+        """Whether an object or a list has begun and not ended."""
+        return self._depth > 0
+
     def feed(self, text: str, at: int) -> int:
         """Index after the part of text[at:] that belongs to the value."""
         size = len(text)
@@ -151,9 +156,9 @@ class CallScanner:
             self._arguments = ""
         elif self._is_arguments:
             value = _loads(self._collected)
-            # Some models write the JSON into a string.
+            # Some models write the JSON into a string, or nothing.
             self._arguments = value if isinstance(value, str) else self._collected
-            if value is None and self._collected == "null":
+            if self._collected in ("null", '""'):
                 self._arguments = "{}"
             if self.begun:
                 events.append(Event(ARGUMENTS, self._arguments))
