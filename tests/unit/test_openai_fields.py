@@ -251,7 +251,8 @@ def test_pages_of_other_origins() -> None:
     page = "https://chat.example"
     asks = {"origin": page, "access_control_request_method": "POST"}
     allowed = "access-control-allow-origin"
-    assert allowed not in Api(keys=["k"]).call("/tokenize", TEXT, origin=page, authorization="Bearer k")[1]
+    sent = {"origin": page, "content_type": "application/json"}
+    assert allowed not in Api(keys=["k"]).call("/tokenize", TEXT, authorization="Bearer k", **sent)[1]
     api = Api(keys=["k"], origins=[page])
     asks["access_control_request_headers"] = "authorization"
     status, headers, _ = api.call("/v1/chat/completions", method="OPTIONS", **asks)
@@ -263,6 +264,20 @@ def test_pages_of_other_origins() -> None:
         assert "x-request-id" in headers["access-control-expose-headers"]
     asks["origin"] = "https://other.example"
     assert allowed not in api.call("/tokenize", method="OPTIONS", **asks)[1]
+
+
+def test_pages_of_other_origins_cannot_send_what_browsers_do_not_ask_about() -> None:
+    """Any page that a user of the machine opens could have the server generate, though it reads no answer."""
+    page = "https://chat.example"
+    for kind in ({}, {"content_type": "text/plain"}, {"content_type": "Multipart/Form-Data; boundary=1"}):
+        status, _, answer = Api().call("/tokenize", TEXT, origin=page, **kind)
+        assert status == 403 and page in answer["error"]["message"]
+        assert Api().call("/tokenize", TEXT, **kind)[0] == 200, "no browser"
+        for origins in ([page], ["*"]):
+            assert Api(origins=origins).call("/tokenize", TEXT, origin=page, **kind)[0] == 200
+    for kind in ("application/json", "application/json; charset=utf-8"):  # a browser asks first
+        assert Api().call("/tokenize", TEXT, origin=page, content_type=kind)[0] == 200
+    assert Api().call("/v1/models", method="GET", origin=page)[0] == 200
 
 
 def test_the_models_are_listed_with_a_slash_behind() -> None:

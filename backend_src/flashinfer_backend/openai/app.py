@@ -8,7 +8,7 @@ import hashlib
 import hmac
 import sys
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flashinfer_backend import __version__
+from flashinfer_backend.core.values import shown
 from flashinfer_backend.openai.adapters import (
     LoadRequest,
     UnloadRequest,
@@ -75,6 +76,8 @@ from flashinfer_backend.openai.turns import Turns
 
 PAGE = Path(__file__).with_name("page.html")
 OPEN_PATHS = ("/", "/health", "/metrics")  # without a key
+# Of bodies that browsers send for any page without asking first: https://fetch.spec.whatwg.org/#cors-safelisted-request-header
+UNASKED_TYPES = ("", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
 VERSIONS = ("/v1", "")  # in front of most paths
 SWITCHED_OFF = {
     **dict.fromkeys(("/start_profile", "/stop_profile"), "the knob profile_dir"),
@@ -130,7 +133,7 @@ def make_app(
 
     routes.append(Route("/openapi.json", openapi))
     app = Starlette(routes=routes, exception_handlers=_answers_to_errors(shared))
-    guarded: ASGIApp = Ending(Guard(app, shared, keys), shared)
+    guarded: ASGIApp = Ending(Guard(app, shared, keys, origins), shared)
     if origins:  # in front of the guard: browsers ask without a key whether they may
         guarded = CORSMiddleware(
             guarded,
@@ -322,27 +325,44 @@ class Ending:
 
 
 class Guard:
-    """Lets only those in who have a key."""
+    """Lets only those in who have a key, and no web page that did not ask whether it may."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, keys: Sequence[str]) -> None:
-        self._app, self._metrics = app, metrics
+    def __init__(
+        self, app: ASGIApp, metrics: Metrics, keys: Sequence[str], origins: Sequence[str] = ()
+    ) -> None:
+        self._app, self._metrics, self._origins = app, metrics, origins
         self._keys = [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._keys or scope["path"] in OPEN_PATHS or self._known(scope):
+        error = self._refusal(scope) if scope["type"] == "http" else None
+        if error is None:
             await self._app(scope, receive, send)
             return
-        self._metrics.error(401)
-        error = ApiError(
-            "Incorrect API key provided; send one that this server knows as `Authorization: Bearer KEY`"
-            " or `x-api-key: KEY`",
-            401,
-            code="invalid_api_key",
-        )
+        self._metrics.error(error.status)
         await error.response(scope)(scope, receive, send)
 
-    def _known(self, scope: Scope) -> bool:
+    def _refusal(self, scope: Scope) -> ApiError | None:
         headers = dict(reversed(scope["headers"]))
+        if self._keys and scope["path"] not in OPEN_PATHS and not self._known(headers):
+            return ApiError(
+                "Incorrect API key provided; send one that this server knows as `Authorization: Bearer KEY`"
+                " or `x-api-key: KEY`",
+                401,
+                code="invalid_api_key",
+            )
+        origin = headers.get(b"origin", b"").decode("latin-1")
+        kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
+        if scope["method"] != "POST" or not origin or kind not in UNASKED_TYPES:
+            return None
+        if "*" in self._origins or origin in self._origins:
+            return None
+        return ApiError(
+            f"a web page of {shown(origin)} sent this as {shown(kind)}; its Content-Type should be"
+            " application/json, and --allowed-origins should name pages that are not this server's own",
+            403,
+        )
+
+    def _known(self, headers: Mapping[bytes, bytes]) -> bool:
         kind, _, bearer = headers.get(b"authorization", b"").partition(b" ")
         given = [bearer.strip()] if kind.lower() == b"bearer" else []
         given += [headers[b"x-api-key"].strip()] if b"x-api-key" in headers else []
