@@ -7,7 +7,8 @@ from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable
 from typing import Any
 
-INT32_MAX = 2**31 - 1
+from flashinfer_backend.core.values import INT32_MAX
+
 LONGEST_S = 86400  # of a time to wait
 
 

@@ -306,11 +306,6 @@ def _kind(hint: Any) -> tuple[Kind, tuple[str, ...]]:
     return kinds[numbers], tuple(get_args(literal))
 
 
-def gpus_per_engine(config: EngineConfig) -> int:
-    """How many GPUs one engine runs on."""
-    return config.tensor_parallel_size
-
-
 def auto_queue_size(max_num_seqs: int) -> int:
     """Requests that may wait, for max_queue_size "auto"."""
     return max(LEAST_AUTO_QUEUE, QUEUED_PER_SLOT * max_num_seqs)
@@ -401,7 +396,7 @@ def _draft_contradictions(config: EngineConfig) -> list[str]:
 
 def device_contradictions(config: EngineConfig) -> list[str]:
     """Contradictions of gpu_device_ids with replicas and device, each with what would be right."""
-    groups, each = config.gpu_device_ids, gpus_per_engine(config)
+    groups, each = config.gpu_device_ids, config.tensor_parallel_size
     if isinstance(groups, str):
         return []
     text = ";".join(",".join(map(str, group)) for group in groups)

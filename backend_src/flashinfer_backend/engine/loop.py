@@ -158,7 +158,7 @@ class EngineLoop:
             request = request or waited
             if request is not None:
                 self.cancellations += 1
-                self._send_end(request, protocol.FINISHED_CANCELLED)
+                self._send_cancelled(request)
         elif isinstance(message, protocol.Profile):
             self.profiling.asked(message)
         elif isinstance(message, protocol.Freed):
@@ -329,9 +329,10 @@ class EngineLoop:
                 self._fail(slot, why)
         self._reading = False
 
-    def _send_end(self, request: Request, code: int) -> None:
+    def _send_cancelled(self, request: Request) -> None:
         pid, local_id = protocol.split_handle(request.handle)
-        frame = protocol.pack_tokens(np.array([local_id]), np.array([protocol.NO_TOKEN]), np.array([code]))
+        codes = np.array([protocol.FINISHED_CANCELLED])
+        frame = protocol.pack_tokens(np.array([local_id]), np.array([protocol.NO_TOKEN]), codes)
         report = protocol.RowReport(local_id)
         if not request.first_token_ns:
             report.queue_ns = queue_ns(request)

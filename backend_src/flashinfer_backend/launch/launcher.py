@@ -20,6 +20,7 @@ import numpy as np
 
 from flashinfer_backend.config_tools.model_config import ensembles
 from flashinfer_backend.core.arguments import count, port_number, program, seconds, whole_seconds
+from flashinfer_backend.core.bounds import MIB
 from flashinfer_backend.core.headers import forwarding
 from flashinfer_backend.core.paths import unservable
 from flashinfer_backend.launch.openai_api import OpenAiApi, add_arguments
@@ -34,7 +35,7 @@ from flashinfer_backend.launch.preflight import (
     find_server,
     serving,
 )
-from flashinfer_backend.launch.server_run import DRAIN_S, MIB, Policy
+from flashinfer_backend.launch.server_run import DRAIN_S, Policy
 from flashinfer_backend.launch.watchdog import Watchdog
 from flashinfer_backend.transport.addresses import STALLED_S, Address, AddressError, check_ports, resolve
 from flashinfer_backend.transport.restarts import RESTARTS

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from flashinfer_backend.core.bounds import MIB
 from flashinfer_backend.core.output import say
 from flashinfer_backend.core.parent import end_with_parent
 from flashinfer_backend.launch.engine_watch import EngineWatch, run_dirs
@@ -47,7 +48,6 @@ LOOK_EVERY_S = 1.0
 # Threads of the server parse JSON by recursion, up to 270 bytes of stack a bracket. With 8 MiB, 31 000
 # brackets in one request end the server. Memory is only taken where a thread gets that deep.
 STACK_BYTES = 256 << 20
-MIB = 1 << 20
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from flashinfer_backend.core.checkpoint_json import read_object_if_there, shards
 from flashinfer_backend.core.paths import CONVERT
 from flashinfer_backend.core.values import some
 from flashinfer_backend.models.errors import UnsupportedModelError
-from flashinfer_backend.models.pooling import INSTEAD
+from flashinfer_backend.models.pooling import GENERATORS, INSTEAD
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapters.safetensors")
@@ -66,7 +66,6 @@ KEYS_NOT_COMPUTED = {
     "num_shared_experts": "a router of its own",
 }
 LAYERS_NOT_COMPUTED = {"linear_attention", "indexed_attention", "mamba", "mamba2", "recurrent", "conv"}
-GENERATORS = ("LMHeadModel", "ChatGLMModel")
 
 
 def check_folder(folder: Path) -> None:

@@ -18,6 +18,7 @@ from flashinfer_backend.models.errors import UnsupportedModelError
 Task = Literal["auto", "generate", "embed", "score"]
 ST_CONFIG = "config_sentence_transformers.json"
 CLASSIFIER, BASE, CAUSAL = "ForSequenceClassification", "Model", "ForCausalLM"
+GENERATORS = ("LMHeadModel", "ChatGLMModel")  # they end in BASE too
 INSTEAD = "serve it with vLLM, text-embeddings-inference or sentence-transformers"
 SERVED = "served are Qwen3-Reranker, and its form as Qwen3ForSequenceClassification with one label"
 ANSWERS = ("yes", "no")  # the tokens that Qwen3-Reranker answers with
@@ -82,7 +83,7 @@ def read_pooling(folder: Path, tokenizer_dir: Path | None = None, task: Task = "
 
 def is_base(architecture: str) -> bool:
     """Whether it is a decoder without its head, like Qwen3Model."""
-    return architecture.endswith(BASE) and not architecture.endswith(("LMHeadModel", "ChatGLMModel"))
+    return architecture.endswith(BASE) and not architecture.endswith(GENERATORS)
 
 
 def causal_name(architecture: str) -> str:

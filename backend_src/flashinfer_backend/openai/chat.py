@@ -123,7 +123,6 @@ class Turn:
         conversation, served = self.conversation, self.served
         limits = served.limits
         text = render(served, conversation)
-        asked = _asked(conversation.messages)
         # Open answers are many, and a message can have a body's size in keys that no template shows.
         self.conversation = replace(conversation, messages=(), documents=None, variables=None)
         if self.guide != NO_GUIDE and served.reasoning_format == "harmony":
@@ -136,9 +135,7 @@ class Turn:
                 f" --tool-format ({known}), or force calls by tool_choice",
                 param="tools",
             )
-        self.inside = self.reasoning_format == "think" and is_opened(
-            text, asked, partial(_render_other, served, conversation)
-        )
+        self.inside = self.reasoning_format == "think" and _opens_reasoning(text, served, conversation)
         if self.bound:
             if not limits.guided_decoding and not self.calls_or_json:
                 raise ApiError(
@@ -211,20 +208,18 @@ class Turn:
         )  # fmt: skip
 
 
-def _asked(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The text of the last message that is not the assistant's."""
-    texts = [message.get("content") for message in messages if message.get("role") != "assistant"]
-    return texts[-1].strip() if texts and isinstance(texts[-1], str) else ""
+def _opens_reasoning(prompt: str, served: ServedModel, conversation: Conversation) -> bool:
+    """As is_opened says, of the last message that is not the assistant's."""
+    asked = next((m for m in reversed(conversation.messages) if m["role"] != "assistant"), None)
 
+    def with_other(text: str) -> str:
+        messages = [{**m, "content": text} if m is asked else m for m in conversation.messages]
+        try:
+            return render(served, replace(conversation, messages=messages))
+        except ApiError:  # the template takes no such text
+            return ""
 
-def _render_other(served: ServedModel, conversation: Conversation, text: str) -> str:
-    """The prompt with another text of that message; "" where the template takes none."""
-    at = max(n for n, message in enumerate(conversation.messages) if message.get("role") != "assistant")
-    messages = [{**m, "content": text} if n == at else m for n, m in enumerate(conversation.messages)]
-    try:
-        return render(served, replace(conversation, messages=messages))
-    except ApiError:
-        return ""
+    return is_opened(prompt, asked["content"].strip() if asked else "", with_other)
 
 
 def render(served: ServedModel, conversation: Conversation) -> str:

@@ -52,6 +52,7 @@ RequestId = Annotated[str, Meta(pattern=r"^[!-~]{1,180}$(?!\n)")]
 REQUEST_ID = "1 to 180 printable ASCII characters without blanks"
 TopLogProbs = Annotated[int, Meta(ge=0, le=MOST_TOP_LOGPROBS)]
 Factor = Annotated[float, Meta(ge=LEAST, le=MOST)]
+GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")  # older names, vLLM's
 ChoiceWord = Literal["auto", "none", "required"]
 AllowedMode = Literal["auto", "required"]
 
@@ -99,7 +100,7 @@ class Sampling(EngineRequest, kw_only=True):
     skip_special_tokens: bool = True
     logit_bias: dict[str, float] | None = None
     structured_outputs: StructuredOutputs | None = None
-    # Older names of vLLM for the same.
+    # GUIDED, for the same.
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -152,27 +153,23 @@ class Sampling(EngineRequest, kw_only=True):
 
     def _read_guided(self) -> None:
         """Makes structured_outputs of its older names."""
-        given = {
-            name: value
-            for name in ("json", "regex", "choice", "grammar")
-            if (value := getattr(self, f"guided_{name}")) is not None
-        }
+        given = {name: value for name in GUIDED if (value := getattr(self, name)) is not None}
         if not given:
             if self.structured_outputs == StructuredOutputs():
                 kinds = ", ".join(StructuredOutputs.__struct_fields__)
                 raise field_error("structured_outputs", f"is empty; it should have one of {kinds}")
             return
-        names = [f"guided_{name}" for name in given]
+        names = [*given]
         if len(given) > 1 or self.structured_outputs is not None:
             names += [] if self.structured_outputs is None else ["structured_outputs"]
             raise ApiError(f"{' and '.join(names)} say what the answer is; give one of them", param=names[0])
-        self.structured_outputs = StructuredOutputs(**given)
+        (name,) = names
+        self.structured_outputs = StructuredOutputs(**{name.removeprefix("guided_"): given[name]})
 
     @property
     def guide_field(self) -> str:
         """Where the request has what became structured_outputs."""
-        names = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
-        return next((name for name in names if getattr(self, name) is not None), "structured_outputs")
+        return next((name for name in GUIDED if getattr(self, name) is not None), "structured_outputs")
 
     @property
     def stops(self) -> list[str]:

@@ -108,13 +108,9 @@ class _Grammar:
     def answer(self, tool_format: str, or_content: bool) -> str:
         if or_content:
             return f"({self._json_of(CONTENT)} | {self._calls_alone(tool_format)})"
-        return {
-            "hermes": self._marked,
-            "mistral": self._marked,
-            "qwen3_coder": self._marked,
-            "llama3_json": self._llama3,
-            "harmony": self._harmony,
-        }[tool_format](tool_format)
+        if tool_format == "llama3_json":
+            return self._llama3()
+        return self._harmony() if tool_format == "harmony" else self._marked(tool_format)
 
     def after_thinking(self, answer: str, tool_format: str, or_content: bool) -> str:
         """What the model thinks is free, also where it looks like a call."""
@@ -188,7 +184,7 @@ class _Grammar:
         ]
         return QwenXmlReader.mark, f"{BLANKS} ({' | '.join(calls)}) {BLANKS} {_literal(END_CALL)}"
 
-    def _llama3(self, tool_format: str) -> str:
+    def _llama3(self) -> str:
         """The answer is calls, or text that begins with neither a brace nor the mark."""
         call, blanks, mark = self._json_call("parameters"), r"/[ \t\r\n]+/?", Llama3Reader.mark
         calls = f"{call} (/[; \\t\\r\\n]+/? {call})* /[; \\t\\r\\n]+/? /[^{{; \\t\\r\\n](?s:.*)/?"
@@ -198,7 +194,7 @@ class _Grammar:
         marked = f"{_literal(mark)} ({blanks} ({calls} | /[^{{ \\t\\r\\n](?s:.*)/)?)"
         return f"{blanks} ({calls} | {marked} | {self._terminal(text)})?"
 
-    def _harmony(self, tool_format: str) -> str:
+    def _harmony(self) -> str:
         """Messages: a header, which names a function or none, and a body."""
         header, body = self._text("to=", MESSAGE, *ENDS), self._text(*ENDS)
         ends, message = "(" + " | ".join(map(_literal, ENDS)) + ")", _literal(MESSAGE)

@@ -31,10 +31,7 @@ class ReportedRows:
 
     def __init__(self, rows: list[StatefulRow], staging: StagingRing) -> None:
         self.log_prob_rows = [r.at for r in rows if r.state.params.log_probs]
-        params = [r.state.params for r in rows]
-        self.logits_rows = [
-            r.at for r, p in zip(rows, params, strict=True) if p.generation_logits or p.pooled
-        ]
+        self.logits_rows = [r.at for r in rows if r.state.params.generation_logits or r.state.params.pooled]
         self.top_counts = [r.state.params.top_logprobs for r in rows if r.state.params.log_probs]
         self._log_prob_index, self._logits_index = upload(
             staging, [np.array(self.log_prob_rows, np.int64), np.array(self.logits_rows, np.int64)]

@@ -462,7 +462,7 @@ class _Root:
     def _target(self, node: Any, path: str) -> Schema:
         for _ in range(GRAMMAR.nesting):
             self._checks.take(path, 1)
-            if not isinstance(node, dict) or set(node) & {"$ref"} == set():
+            if not isinstance(node, dict) or "$ref" not in node:
                 break
             node = self._resolve(node["$ref"], path)
         return node if isinstance(node, dict) else {}

@@ -3,7 +3,7 @@
 
 from collections.abc import Mapping
 
-from flashinfer_backend.core.config import EngineConfig, device_contradictions, gpus_per_engine
+from flashinfer_backend.core.config import EngineConfig, device_contradictions
 
 DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
@@ -16,7 +16,7 @@ def visible_devices(config: EngineConfig, environment: Mapping[str, str]) -> lis
     """
     if problems := device_contradictions(config):
         raise ValueError("; ".join(problems))
-    groups, each = config.gpu_device_ids, gpus_per_engine(config)
+    groups, each = config.gpu_device_ids, config.tensor_parallel_size
     shown = _shown(environment.get(DEVICES_VARIABLE))
     chosen = not isinstance(groups, str)
     if config.device == "cpu" or (not chosen and (config.replicas == 1 or shown == [])):

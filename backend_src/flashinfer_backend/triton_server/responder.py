@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from flashinfer_backend.core.bounds import MIB
 from flashinfer_backend.serving.engines import Engines
 from flashinfer_backend.serving.generation import Chunk
 from flashinfer_backend.transport.delivery_marks import DeliveryMarks
@@ -33,7 +34,6 @@ UNREAD = (
 # From here on a final response is sent without its flag, which costs a round trip more: nothing next to what
 # it takes to copy it.
 LARGE_BYTES = 1 << 16
-MIB = 1 << 20
 # Of logits for the ensemble, before the server has to have sent them. It sends the ensemble's answers one
 # after the other, JSON at 5 to 10 MiB of logits a second, and others should come between.
 MOST_UNSENT_BYTES = MIB

@@ -32,6 +32,8 @@ from flashinfer_backend.worker.prefixes import SharedPrefixes
 
 MOST_DEFERRED = 16  # tokens of a sequence that a proposer takes in at once
 
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # input_ids, positions and cache_locations
+
 
 def row_words(rows: int) -> int:
     """Words of DeviceState.upload_rows."""
@@ -281,12 +283,10 @@ class DeviceState:
         """The adapters of tokens of these slots."""
         return self.ops.group_adapters(self.adapters[slots], self._max_loras)
 
-    def feed(
-        self, plan: StepPlan, size: int
-    ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor, torch.Tensor]:
-        """What the plan's tokens feed the model: input_ids, positions and cache_locations (ops.step_inputs),
-        int32 [size], of which those behind the plan's tokens are padding. Their slots, and the plan's
-        sampled_tokens. Several cache groups have a row of cache_locations each.
+    def feed(self, plan: StepPlan, size: int) -> tuple[Inputs, torch.Tensor, torch.Tensor]:
+        """What the plan's tokens feed the model (ops.step_inputs), int32 [size], of which those behind the
+        plan's tokens are padding. Their slots, and the plan's sampled_tokens. Several cache groups have a row
+        of cache_locations each.
 
         Moves lengths on, for rows with drafts as if all were accepted.
         """
@@ -314,9 +314,7 @@ class DeviceState:
         if self.fed_lengths is not self.lengths:
             self.fed_lengths.copy_(self.lengths)
 
-    def decode_inputs(
-        self, slots: torch.Tensor, new_blocks: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def decode_inputs(self, slots: torch.Tensor, new_blocks: torch.Tensor) -> Inputs:
         """The same of decode rows, each of its slot's last token. new_blocks int32 [groups, rows]: of each
         row's token, where that begins a block, else -1; they are entered into the block tables."""
         inputs = self.ops.step_inputs(slots, self.by_slot, new_blocks[0])
@@ -333,11 +331,8 @@ class DeviceState:
         return ids, owners, positions, locations
 
     def _of_all_groups(
-        self,
-        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        slots: torch.Tensor,
-        new_blocks: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, inputs: Inputs, slots: torch.Tensor, new_blocks: torch.Tensor | None = None
+    ) -> Inputs:
         """Those of the first group with the other groups' cache_locations."""
         if len(self.groups) == 1:
             return inputs

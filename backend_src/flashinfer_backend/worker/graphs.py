@@ -39,7 +39,7 @@ from flashinfer_backend.core.step import NONE, Feeds, StepPlan, Wants, greedy_pl
 from flashinfer_backend.models.spec import ModelSpec
 from flashinfer_backend.models.transformer import AttentionLayer, Recurrent, Stream, Taps
 from flashinfer_backend.ops.weight import Chosen
-from flashinfer_backend.worker.device_state import DeviceState, row_words
+from flashinfer_backend.worker.device_state import DeviceState, Inputs, row_words
 from flashinfer_backend.worker.drafting import Drafting, Fed
 
 T = TypeVar("T")
@@ -544,7 +544,7 @@ class MixedGraphs:
     def run_full(
         self,
         plan: StepPlan,
-        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        inputs: Inputs,
         full: FullStep,
         rows: torch.Tensor | None,
         chosen: Chosen | None,
@@ -557,14 +557,14 @@ class MixedGraphs:
     def run(
         self,
         plan: StepPlan,
-        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        inputs: Inputs,
         attention: Prepared,
         rows: torch.Tensor | None,
         between_layers: Callable[[], object],
         chosen: Chosen | None,
     ) -> torch.Tensor:
-        """As Transformer.forward over inputs (input_ids, positions, cache_locations) int32 [padded size];
-        padding must lie in the dummy block. chosen: None unless captured for adapters."""
+        """As Transformer.forward over inputs int32 [padded size]; padding must lie in the dummy block.
+        chosen: None unless captured for adapters."""
         size = self._copy(plan, inputs, chosen)
         q, attended = self._q[: plan.num_tokens], self._attended[: plan.num_tokens]
         for place, graph in enumerate(self._graphs[size]):
@@ -585,9 +585,7 @@ class MixedGraphs:
             return None
         return self._taps._replace(out=self._taps.out[:size])
 
-    def _copy(
-        self, plan: StepPlan, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], chosen: Chosen | None
-    ) -> int:
+    def _copy(self, plan: StepPlan, inputs: Inputs, chosen: Chosen | None) -> int:
         """Give the graphs their step; its number of tokens, padding included."""
         ids, positions, locations = inputs
         size = len(ids)

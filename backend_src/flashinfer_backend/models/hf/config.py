@@ -139,7 +139,7 @@ class Config:
         value = self.raw.get(key)
         if value is None:
             return otherwise
-        if type(value) not in (int, float) or not 0 < value < float("inf"):
+        if not _positive(value):
             raise ValueError(f"{key} is {shown(value)}; it should be a number greater than 0")
         return float(value)
 
@@ -419,7 +419,7 @@ class Config:
         def positive(key: str) -> Any:
             if found.get(key) is None:
                 raise ValueError(f"rope scaling of type {rope_type!r} has no {key!r}")
-            if type(found[key]) not in (int, float) or not 0 < found[key] < float("inf"):
+            if not _positive(found[key]):
                 raise ValueError(
                     f"{place}.{key} is {shown(found[key])}; it should be a number greater than 0"
                 )
@@ -470,13 +470,13 @@ def _long(factor: float, found: dict[str, Any]) -> float:
     return math.sqrt(1 + math.log(factor) / math.log(found[ORIGINAL])) if factor > 1 else 1.0
 
 
+def _positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < float("inf")
+
+
 def _factors(found: dict[str, Any], key: str, count: int) -> tuple[float, ...]:
     values = found.get(key)
-    if (
-        type(values) is not list
-        or len(values) != count
-        or any(type(value) not in (int, float) or not 0 < value < float("inf") for value in values)
-    ):
+    if type(values) is not list or len(values) != count or not all(map(_positive, values)):
         raise ValueError(f"{key} is {shown(values)}; it should be a list of {count} numbers greater than 0")
     return tuple(float(value) for value in values)
 
