@@ -874,6 +874,7 @@ def test_references_to_items_of_kept_responses() -> None:
 
     assert referring() == [user]
     assert referring("fc_1", "msg_1") == [user, call, message]
+    assert without_references(served, [{"id": "fc_1"}, {"id": "msg_1", "type": None}]) == [call, message]
     for ids, told in (
         (("msg_1", "fc_1", "msg_1"), "input[3] refers to the same item as input[1]"),
         (("msg_1", "msg_2"), 'input[2] refers to "msg_2", which is not kept'),

@@ -101,7 +101,7 @@ def input_tokens(served: ServedModel, request: ResponsesRequest) -> Answering:
 def reads_kept(request: ResponsesRequest) -> bool:
     """Whether the work grows with kept responses, which can be large whatever the request's own size is."""
     listed = request.input if isinstance(request.input, list) else []
-    return request.previous_response_id is not None or any(item.get("type") == REFERENCE for item in listed)
+    return request.previous_response_id is not None or any(map(_refers, listed))
 
 
 def _read(served: ServedModel, request: ResponsesRequest) -> tuple[Turn, tuple[bytes, ...]]:
@@ -240,13 +240,18 @@ def _with_id(item: dict[str, Any], name: str) -> dict[str, Any]:
     return {**item, "id": own, "type": kind}
 
 
+def _refers(item: Mapping[str, Any]) -> bool:
+    """Whether it stands for a kept item. Its type may be left out."""
+    return item.get("type") == REFERENCE or (item.keys() <= {"id", "type"} and bool(item.get("id")))
+
+
 def without_references(served: ServedModel, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The input with kept items in place of references to them. Raises ApiError."""
     numbers: dict[str, int] = {}
     for n, item in enumerate(items):
         if isinstance(own := item.get("id"), str):
             check_field(f"input[{n}].id", len(own), NAME.size, "characters")
-        if item.get("type") == REFERENCE:
+        if _refers(item):
             if not isinstance(name := item.get("id"), str):
                 raise wrong_value(f"input[{n}].id", name, "a text")
             if name in numbers:  # each once, so that a small body stands for no more than what is kept
@@ -264,7 +269,7 @@ def without_references(served: ServedModel, items: list[dict[str, Any]]) -> list
                 f"refers to {shown(name)}, which is not kept: its response was not stored, was deleted, or"
                 " gave way to newer ones (--store-mib). Send the item itself",
             )
-    return [found[item["id"]] if item.get("type") == REFERENCE else item for item in items]
+    return [found[item["id"]] if _refers(item) else item for item in items]
 
 
 def messages_of(
@@ -279,7 +284,7 @@ def messages_of(
         paths.append(FieldPaths("instructions", "instructions"))
     if isinstance(request.input, str) and not earlier:
         return [*messages, {"role": "user", "content": request.input}], [*paths, FieldPaths("input", "input")]
-    if not request.input:
+    if request.input == []:
         raise field_error("input", "is empty; it should have at least one item")
     # Earlier items, which were right when they came, have numbers below 0.
     for n, item in enumerate([*earlier, *input_items(request)], start=-len(earlier)):
