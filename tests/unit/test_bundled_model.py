@@ -153,7 +153,7 @@ def test_text_depends_on_the_seed_only(make_text):
     first, again, other = (list(make_text.documents(seed, 200)) for seed in (1, 1, 2))
     assert first == again
     assert first != other
-    # Of all that training does, only they are made by code that could go through words in their hashes' order.
+    # Nothing else of training could go through words in the order of their hashes.
     code = "import json, make_text; print(json.dumps(list(make_text.documents(1, 200))))"
     for seed in ("1", "2"):
         environment = os.environ | {"PYTHONHASHSEED": seed}
