@@ -13,7 +13,6 @@ from flashinfer_backend.core.bounds import MOST_WORD
 from flashinfer_backend.text import stop_words
 from flashinfer_backend.text.delta import CONTEXT_IDS, DeltaDecoder
 from flashinfer_backend.text.stop_words import StopMatch, StopWordMatcher, StopWords, stop_word_texts
-from thinned import examples
 
 DECODERS = {kind: DeltaDecoder(make()) for kind, make in KINDS.items()}
 BYTES = DECODERS["byte_level"]
@@ -104,7 +103,7 @@ cut_lists = st.lists(st.integers(1, 40), max_size=20)
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
-@settings(max_examples=examples(600), deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(text=small_text, words=small_words, cuts=cut_lists, hold_back=st.booleans(), free=st.integers(0, 8))
 def test_a_client_reads_up_to_the_first_stop_word(kind, text, words, cuts, hold_back, free):
     ids, decoder = ids_of(text, kind), DECODERS[kind]
@@ -125,7 +124,7 @@ def test_behind_a_prompt_the_leading_space_stays():
     assert matcher_of([" the"], decoder, context_ids=[the]).feed([the]) == StopMatch(0, 0, 4, 0, 4, 1)
 
 
-@settings(max_examples=examples(600), deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(data=st.data(), cuts=cut_lists)
 def test_a_client_reads_up_to_the_first_id_word(data, cuts):
     """The same as for texts, of ids among which there is one that writes nothing."""
