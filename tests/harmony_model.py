@@ -108,12 +108,8 @@ def harmony_model(folder: Path) -> Path:
     tokenizer.add_special_tokens(list(MARKS))
     texts = [(chat.prompt, chat.answer) for chat in CHATS.values()]
     pairs = [[tokenizer.encode(text, add_special_tokens=False).ids for text in pair] for pair in texts]
-    longest = max(len(prompt) + len(answer) for prompt, answer in pairs)
-    ids = torch.zeros(len(pairs), longest, dtype=torch.int64)
-    learnt = torch.zeros_like(ids, dtype=torch.bool)
-    for row, (prompt, answer) in enumerate(pairs):
-        ids[row, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
-        learnt[row, len(prompt) : len(prompt) + len(answer)] = True
+    rows = [(torch.tensor([prompt + answer]), len(prompt)) for prompt, answer in pairs]
+    answers = sum(len(answer) for _, answer in pairs)
     end = tokenizer.token_to_id("<|return|>")
     model = make_model(
         "gpt-oss", vocab_size=tokenizer.get_vocab_size(), initializer_range=0.02, eos_token_id=end
@@ -121,11 +117,14 @@ def harmony_model(folder: Path) -> Path:
     optimizer = torch.optim.Adam(model.parameters(), lr=8e-3, betas=(0.9, 0.9))
     for _ in range(200):
         optimizer.zero_grad()
-        hidden = model.model(input_ids=ids[:, :-1]).last_hidden_state
-        loss = F.cross_entropy(model.lm_head(hidden[learnt[:, 1:]]), ids[learnt])
-        loss.backward()
+        total = 0.0
+        for ids, begin in rows:  # one by one, as their lengths differ much
+            hidden = model.model(input_ids=ids[:, :-1]).last_hidden_state[0, begin - 1 :]
+            loss = F.cross_entropy(model.lm_head(hidden), ids[0, begin:], reduction="sum") / answers
+            loss.backward()
+            total += loss.item()
         optimizer.step()
-        if loss.item() < 0.02:
+        if total < 0.02:
             break
     model.eval().save_pretrained(folder / "dense")
     model_dir = publish(folder / "dense", folder / "gpt-oss")

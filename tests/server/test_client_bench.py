@@ -61,7 +61,9 @@ def test_generate_writes_the_same_over_http_and_grpc(server: Server, capsys: Any
     assert "request_output_len (max_tokens) is -1" in capsys.readouterr().err
 
 
-def test_http_and_grpc_give_the_same_texts(server: Server, tmp_path: Path, capsys: Any) -> None:
+def test_http_and_grpc_give_the_same_texts_and_grpc_samples_and_refuses(
+    server: Server, tmp_path: Path, capsys: Any
+) -> None:
     http, http_texts = measured(tmp_path, "triton", server.url, "--percentiles", "50,95")
     grpc, grpc_texts = measured(tmp_path, "triton-grpc", f"http://{server.grpc}", "--goodput", "ttft=60000")
     assert http["prompts_sha256"] == grpc["prompts_sha256"]
@@ -78,16 +80,13 @@ def test_http_and_grpc_give_the_same_texts(server: Server, tmp_path: Path, capsy
     files = [str(tmp_path / f"triton-grpc.{end}") for end in ("json", "csv")]
     assert told.splitlines()[-1] == f"wrote {', '.join(files)}"
 
-
-def test_sampling_and_refusals_over_grpc(server: Server, tmp_path: Path) -> None:
+    # Sampling, and what the server refuses.
     url = f"http://{server.grpc}"
-    (tmp_path / "greedy").mkdir()
-    greedy, greedy_texts = measured(tmp_path / "greedy", "triton-grpc", url)
     how = ["--temperature", "2", "--top-p", "0.9"]
     sampled, texts = measured(tmp_path, "triton-grpc", url, *how, "--extra-body", '{"seed": 1}')
     assert sampled["arguments"]["temperature"] == 2.0
-    assert sampled["prompts_sha256"] == greedy["prompts_sha256"]
-    assert texts != greedy_texts
+    assert sampled["prompts_sha256"] == grpc["prompts_sha256"]
+    assert texts != grpc_texts
     arguments = ["--backend", "triton-grpc", "--url", url, *LOAD, *SMALL]
     output = tmp_path / "refused.json"
     assert bench.main([*arguments, "--extra-body", '{"beam_width": 3}', "--output", str(output)]) == 1

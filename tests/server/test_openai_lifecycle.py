@@ -127,14 +127,6 @@ def test_requests_without_time_to_end_are_told_so_and_the_log_keeps_still(
         wait_for(lambda: not server.leftovers(), "nothing to be left")
 
 
-def test_no_process_outlives_a_parent_that_is_killed(chat_model: Path, tmp_path: Path) -> None:
-    with openai_running(chat_model, tmp_path, "--workers", "2") as server:
-        server.parent.kill()
-        server.parent.wait(TIMEOUT_S)
-        files = files_below(server.runs)
-        wait_for(lambda: set(server.leftovers()) <= set(files), "the processes to end")
-
-
 @pytest.mark.parametrize("apis", ["alone", "with tritonserver"])
 def test_a_process_that_cannot_start_ends_the_whole(
     chat_model: Path, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apis: str
@@ -169,7 +161,7 @@ def test_an_engine_that_cannot_start(chat_model: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def narrow(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAiServer]:
-    """One runs, two wait."""
+    """One runs, two wait. The last test that takes it ends it."""
     settings = ["max_num_seqs=1", "max_queue_size=2"]
     with openai_running(chat_model, tmp_path_factory.mktemp("narrow"), *settings) as started:
         yield started
@@ -216,3 +208,11 @@ def test_the_longest_of_known_lengths_goes_first(narrow: OpenAiServer) -> None:
         assert overtaking.getresponse().read(10)
         assert select.select([first.sock], [], [], 0)[0] == [], "it has begun already"
     wait_for(lambda: idle(narrow), "both to be dropped")
+
+
+def test_no_process_outlives_a_parent_that_is_killed(narrow: OpenAiServer) -> None:
+    assert narrow.workers() and narrow.engine().is_running()
+    narrow.parent.kill()
+    narrow.parent.wait(TIMEOUT_S)
+    files = files_below(narrow.runs)
+    wait_for(lambda: set(narrow.leftovers()) <= set(files), "the processes to end")

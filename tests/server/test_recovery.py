@@ -231,16 +231,6 @@ def test_a_server_whose_memory_has_grown_is_started_again(repository: Path, tmp_
         wait_gone(server)
 
 
-def test_serve_gives_up_a_server_that_dies_again_and_again(repository: Path, tmp_path: Path) -> None:
-    with running(repository, tmp_path, options=["--restarts", "1"]) as server:
-        server.matching("bin/tritonserver")[0].kill()
-        wait_again(server, 1)
-        server.matching("bin/tritonserver")[0].kill()
-        assert server.launcher.wait(120) == 1
-        assert "started again 1 times in a row, giving up" in server.log
-        wait_gone(server)
-
-
 def test_open_streams_may_finish_after_sigterm_and_what_is_cut_is_told(
     repository: Path, tmp_path: Path
 ) -> None:

@@ -4,7 +4,6 @@
 import contextlib
 import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -33,14 +32,37 @@ def test_stubs_that_cannot_start_end_the_server(repository: Path, tmp_path: Path
         wait_for(lambda: not server.leftovers(), "nothing to be left")
 
 
-def test_a_server_that_dies_while_it_starts_is_started_again(repository: Path, tmp_path: Path) -> None:
-    """tritonserver aborts where a model's process has no turn for a second while it is loaded."""
-    with contextlib.closing(Server(repository, tmp_path)) as server:
+def has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+def test_a_server_that_dies_is_started_again_at_its_host_and_given_up_in_the_end(
+    repository: Path, tmp_path: Path
+) -> None:
+    """First while it starts: tritonserver aborts where a model's process has no turn for a second while it is
+    loaded."""
+    host, address = ("::1", "[::1]") if has_ipv6() else ("localhost", "127.0.0.1")
+    options = ["--restarts", "1", "--host", host]
+    with contextlib.closing(Server(repository, tmp_path, options=options)) as server:
+        http, grpc = (url.rpartition(":")[2] for url in (server.url, server.grpc))
+        server.url, server.grpc = f"http://{address}:{http}", f"{address}:{grpc}"
         (first,) = wait_for(lambda: server.matching("bin/tritonserver"), "tritonserver")
         first.send_signal(signal.SIGABRT)
         server.wait_ready()
         assert "serve: tritonserver ended (signal 6); starting the server again" in server.log
         assert server.answers("Once")
+        assert f"curl -N {server.url}/v2/models/ensemble/" in server.log
+        with grpcclient.InferenceServerClient(server.grpc) as client:
+            assert client.is_server_ready()
+        wait_for(lambda: answers_well(f"http://{address}:{server.metrics_port}/metrics"), "the metrics")
+        server.matching("bin/tritonserver")[0].kill()
+        assert server.launcher.wait(120) == 1
+        assert "started again 1 times in a row, giving up" in server.log
+        wait_for(lambda: not server.leftovers(), "nothing to be left")
 
 
 def test_a_server_that_is_stopped_while_it_starts_leaves_nothing(repository: Path, tmp_path: Path) -> None:
@@ -69,32 +91,3 @@ def test_a_full_disk_of_logs_ends_neither_api(repository: Path, tmp_path: Path) 
         server.wait_ready()
         assert server.answers("Once") and answers_well(health)
         assert server.interrupt() == 0
-
-
-def has_ipv6() -> bool:
-    try:
-        with socket.create_server(("::1", 0), family=socket.AF_INET6):
-            return True
-    except OSError:
-        return False
-
-
-def test_every_service_answers_at_the_host(repository: Path, tmp_path: Path) -> None:
-    host, address = ("::1", "[::1]") if has_ipv6() else ("localhost", "127.0.0.1")
-    http, grpc, metrics = free_ports(3)
-    arguments = ["--model-repository", str(repository), "--host", host]
-    arguments += ["--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)]
-    log = tmp_path / "log"
-    with log.open("w") as output:
-        launcher = subprocess.Popen(
-            [sys.executable, "-m", "flashinfer_backend.serve", *arguments], stdout=output, stderr=output
-        )
-    try:
-        wait_for(lambda: "Ready." in log.read_text(), "the announcement", 120)
-        assert f"curl -N http://{address}:{http}/v2/models/ensemble/" in log.read_text()
-        with grpcclient.InferenceServerClient(f"{address}:{grpc}") as client:
-            assert client.is_server_ready()
-        wait_for(lambda: answers_well(f"http://{address}:{metrics}/metrics"), "the metrics")
-    finally:
-        launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(120) == 0

@@ -265,10 +265,11 @@ def test_wrong_arguments(server, load, tmp_path, monkeypatch, capsys, arguments,
     assert server.bodies == [] and {*tmp_path.iterdir()} == before
 
 
-def test_top_p_beside_a_temperature(server, load):
-    for more in (["--temperature", "1"], ["--extra-body", '{"temperature": 1}']):
-        assert bench.main([*load, "--num-prompts", "1", "--top-p", "0.5", *more]) == 0
-    assert [(body["top_p"], body["temperature"]) for body in server.bodies] == [(0.5, 1)] * 2
+@pytest.mark.parametrize("more", [["--temperature", "1"], ["--extra-body", '{"temperature": 1}']], ids=len)
+def test_top_p_beside_a_temperature(load, more):
+    args = make_parser("").parse_args([*load, "--num-prompts", "1", "--top-p", "0.5", *more])
+    body = bench.plan(args, set(), "").load.body("a", 3)
+    assert (body["top_p"], body["temperature"]) == (0.5, 1)
 
 
 def test_a_model_that_the_server_does_not_have_is_named():

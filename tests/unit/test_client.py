@@ -27,74 +27,71 @@ BACKENDS = ("triton", "openai")
 
 
 def send(server, backend, words, tokens=6, **options):
-    """One request per prompt word; two workers, so that the processes' common clock is in use."""
+    """One request per prompt word."""
     prompts = [Prompt(f"{word} {i}", 2, tokens) for i, word in enumerate(words)]
-    return run_load(Load(backend, server.url, **{"workers": 2, "time_limit": 30.0} | options), prompts)
+    return run_load(Load(backend, server.url, **{"workers": 1, "time_limit": 30.0} | options), prompts)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_whole_streams_are_timed_and_counted(server, backend):
-    result = send(server, backend, ["plain", "split", "merge", "split"], keep_text=True)
-    assert [r.error for r in result.records] == [None] * 4
-    assert [r.text for r in result.records] == [" w0 w1 w2 w3 w4 w5"] * 4
-    assert [r.chunks for r in result.records] == [6] * 4
-    assert all(len(r.itl) == 5 and 0 < r.ttft <= r.latency for r in result.records)
-    assert result.summary["output_tokens"] == 24
-    assert result.summary["client_workers"] == 2
-
-
-def test_results_longer_than_a_pipe_holds_arrive(server):
-    """A worker's records of 18 000 tokens with their text take some 270 kB."""
-    result = send(server, "triton", ["plain"] * 18, tokens=1000, workers=1, keep_text=True)
-    assert [r.error for r in result.records] == [None] * 18
-    assert [len(r.itl) for r in result.records] == [999] * 18
-
-
-def test_bodies_are_what_the_servers_expect(server):
-    send(server, "triton", ["a"], check_tokens=True)
-    send(server, "openai", ["a"], model="m", extra_body={"top_k": 1})
-    triton, openai = server.bodies
-    assert triton == {
-        "text_input": "a 0",
+BODIES = {
+    "triton": {
+        "text_input": "plain 0",
         "max_tokens": 6,
         "stream": True,
         "temperature": 0.0,
         "end_id": 1048576,
         "min_length": 6,
         "return_num_output_tokens": True,
-    }
-    assert openai == {
+    },
+    "openai": {
         "model": "m",
-        "prompt": "a 0",
+        "prompt": "plain 0",
         "max_tokens": 6,
         "stream": True,
         "temperature": 0.0,
         "ignore_eos": True,
         "stream_options": {"include_usage": True},
         "top_k": 1,
-    }
+    },
+}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_failures_are_reported_and_leave_the_others_alone(server, backend):
-    words = ["plain", "early", "error", "busy", "drop", "short", "plain"]
-    result = send(server, backend, words, check_tokens=True)
+def test_streams_are_timed_and_counted_and_failures_leave_the_others_alone(server, backend):
+    """With two workers, so that the processes' common clock is in use. Bodies are what the servers expect."""
+    words = ["plain", "early", "error", "busy", "drop", "short", "plain", "split", "merge", "split"]
+    own = {"model": "m", "extra_body": {"top_k": 1}} if backend == "openai" else {}
+    result = send(server, backend, words, check_tokens=True, keep_text=True, workers=2, **own)
     errors = [r.error for r in result.records]
-    assert errors[0] is None and errors[6] is None
     early = "stream held 3 tokens, 6 were due" if backend == "triton" else "ended early, without [DONE]"
     assert early in errors[1]
     assert errors[2] == "in-band error: engine failed"
     assert errors[3] == "HTTP 503: Exceeds maximum queue size"
     assert "connection failed" in errors[4]
     assert "stream held 5 tokens, 6 were due" in errors[5]
-    assert result.summary["failed"] == 5 and result.summary["completed"] == 2
-    assert result.summary["output_tokens"] == 12
-    assert "FAILED 1 x: HTTP 503" in format_table(result.summary, "title")
+    whole = [result.records[0], *result.records[6:]]
+    assert [r.error for r in whole] == [None] * 5
+    assert [r.text for r in whole] == [" w0 w1 w2 w3 w4 w5"] * 5
+    assert [r.chunks for r in whole] == [6] * 5
+    assert all(len(r.itl) == 5 and 0 < r.ttft <= r.latency for r in whole)
+    assert result.summary["failed"] == 5 and result.summary["completed"] == 5
+    assert result.summary["output_tokens"] == 30
+    assert result.summary["client_workers"] == 2
+    table = format_table(result.summary, "title")
+    assert "FAILED 1 x: HTTP 503" in table
+    if backend == "triton":  # which says nothing of prompts
+        assert result.summary["requests_with_other_prompt_length"] == 0
+        assert "another number of tokens" not in table
+    assert BODIES[backend] in server.bodies
 
 
-def test_unreachable_server_and_time_limit(server):
-    unreachable = run_load(Load("triton", "http://127.0.0.1:9", workers=1), [Prompt("a", 1, 2)])
-    assert "connection failed" in unreachable.records[0].error
+def test_results_longer_than_a_pipe_holds_arrive(server):
+    """A worker's records of 10 000 tokens with their text take some 150 kB."""
+    result = send(server, "triton", ["plain"] * 10, tokens=1000, keep_text=True)
+    assert [r.error for r in result.records] == [None] * 10
+    assert [len(r.itl) for r in result.records] == [999] * 10
+
+
+def test_a_load_ends_at_its_time_limit(server):
     late = send(server, "triton", ["plain", "slow", "plain", "plain"], max_concurrency=1, time_limit=2.5)
     errors = [r.error for r in late.records]
     assert errors == [None, "not finished within the time limit", *["not sent within the time limit"] * 2]
@@ -103,7 +100,7 @@ def test_unreachable_server_and_time_limit(server):
 def test_concurrency_is_bounded_over_all_workers():
     server = StreamingServer(chunk_seconds=0.01)
     try:
-        result = send(server, "triton", ["plain"] * 15, max_concurrency=3)
+        result = send(server, "triton", ["plain"] * 15, max_concurrency=3, workers=2)
     finally:
         server.close()
     assert result.summary["completed"] == 15
@@ -141,14 +138,11 @@ def test_of_a_chat_only_what_the_model_said_counts():
 
 def test_prompts_that_a_server_counts_otherwise_are_told(server):
     """It says 1 of each. A server that adds or leaves out a special token does other work than the others."""
-    for tokens, other in (((1, 1), 0), ((1, 2), 1)):
-        prompts = [Prompt(f"a {i}", count, 3) for i, count in enumerate(tokens)]
-        result = run_load(Load("openai", server.url, workers=1), prompts)
-        assert result.summary["requests_with_other_prompt_length"] == other
-        assert [record.prompt_tokens for record in result.records] == [*tokens]
-        assert ("1 prompts had another number of tokens" in format_table(result.summary, "t")) is bool(other)
-    told = run_load(Load("triton", server.url, workers=1), [Prompt("a", 2, 3)]).summary
-    assert told["requests_with_other_prompt_length"] == 0
+    prompts = [Prompt(f"a {i}", count, 3) for i, count in enumerate((1, 2))]
+    result = run_load(Load("openai", server.url, workers=1), prompts)
+    assert result.summary["requests_with_other_prompt_length"] == 1
+    assert [record.prompt_tokens for record in result.records] == [1, 2]
+    assert "1 prompts had another number of tokens" in format_table(result.summary, "t")
 
 
 def test_stream_reading_on_a_constructed_timeline():
@@ -294,14 +288,17 @@ def test_both_backends_are_sent_the_same_work(server, load, tmp_path, capsys):
         assert triton["requests"][name] == openai["requests"][name]
     sent = sorted((b.get("text_input") or b["prompt"], b["max_tokens"]) for b in server.bodies)
     assert sent[::2] == sent[1::2] and len(sent) == 12
+    # Triton is asked for the numbers of tokens unless told otherwise.
+    assert all(body["return_num_output_tokens"] for body in server.bodies if "text_input" in body)
     assert triton["summary"]["retokenized_output_tokens"] > 0 and triton["requests"]["itl"][0]
     printed = capsys.readouterr().out
     assert "output_tokens_per_s" in printed
     assert f"the received text is {triton['summary']['retokenized_output_tokens']} tokens" in printed
 
 
-def test_failed_requests_set_the_exit_status(load):
+def test_failed_requests_set_the_exit_status(load, capsys):
     assert bench.main([*load, "--url", "http://127.0.0.1:9", "--num-prompts", "1"]) == 1
+    assert "FAILED 1 x: connection failed" in capsys.readouterr().out
 
 
 def test_generate_prints_the_stream_and_reports_errors(server, capsys):
@@ -346,24 +343,23 @@ def test_a_stream_must_end_for_the_reason_that_was_due():
     assert wire.read_stream("triton", events({"finish_reason": "length"}, {}), 3, True).finish_reason is None
 
 
-def test_a_stream_without_its_last_chunk_is_an_error_where_others_have_theirs(server):
-    result = send(server, "triton", ["plain", "early", "cancelled", "stopped", "unmarked"], workers=1)
-    assert [r.error for r in result.records] == [
+def test_a_stream_without_its_last_chunk_or_of_another_form_fails_alone(server):
+    """Where others have their last chunk."""
+    words = ["plain", "early", "cancelled", "stopped", "unmarked", "foreign", "latin", "plain"]
+    result = send(server, "triton", words)
+    *others, foreign, latin, plain = result.records
+    assert [r.error for r in others] == [
         None,
         NO_END,
         "stream ended with finish_reason 'cancelled', 'length' was due",
         "stream ended with finish_reason 'stop', 'length' was due",
         NO_END,
     ]
-    assert result.summary["output_tokens"] == 6
-    reasons = ["length", None, "cancelled", "stop", None]
-    assert request_columns(result.records)["finish_reason"] == reasons
-
-
-def test_an_answer_of_another_form_fails_alone(server):
-    foreign, latin, plain = send(server, "triton", ["foreign", "latin", "plain"], workers=1).records
     assert foreign.error.startswith("chunk is not of this form: {")
     assert (latin.error, plain.error) == ("HTTP 503: \ufffdberlast", None)
+    assert result.summary["output_tokens"] == 12
+    reasons = ["length", None, "cancelled", "stop", None]
+    assert request_columns(result.records)["finish_reason"][:5] == reasons
 
 
 @pytest.mark.parametrize(
@@ -387,7 +383,7 @@ def test_an_empty_last_chunk_does_not_count_for_tpot(server):
     assert record.tpot == 0.5
     reads = events({"num_output_tokens": 1}, {"num_output_tokens": 2}, {"num_output_tokens": 0})
     assert wire.read_stream("triton", reads, 9, exact=False).last_token_time == 2.0
-    (record,) = send(server, "triton", ["stopped"], workers=1, ignore_eos=False).records
+    (record,) = send(server, "triton", ["stopped"], ignore_eos=False).records
     assert (record.error, record.output_tokens, record.chunks) == (None, 3, 4)
     assert record.ttft + 2 * record.tpot == pytest.approx(record.last_token) and len(record.itl) == 3
 
@@ -410,11 +406,10 @@ def test_the_server_names_the_tokenizer(server, tokenizer_folder, capsys, tmp_pa
     assert json.loads((tmp_path / "out.json").read_text())["arguments"]["tokenizer"] == str(tokenizer_folder)
 
 
-def test_tokens_are_checked_unless_told_otherwise(server, load, tmp_path):
+def test_tokens_need_not_be_checked(server, load, tmp_path):
     output = tmp_path / "out.json"
-    for more in (["--output", str(output)], ["--no-check-tokens"]):
-        assert bench.main([*load, "--num-prompts", "1", *more]) == 0
-    assert ["return_num_output_tokens" in body for body in server.bodies] == [True, False]
+    assert bench.main([*load, "--num-prompts", "1", "--no-check-tokens", "--output", str(output)]) == 0
+    assert ["return_num_output_tokens" in body for body in server.bodies] == [False]
     text = output.read_text()
     assert json.loads(text)["arguments"]["request_rate"] is None
     assert "Infinity" not in text and "NaN" not in text

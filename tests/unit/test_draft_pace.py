@@ -92,7 +92,7 @@ def test_experts_that_more_tokens_read_lower_the_count() -> None:
     assert most_often == {1: 3, 4: 1, 16: 0}
 
 
-@pytest.mark.parametrize("rows", [1, 16, 64])
+@pytest.mark.parametrize("rows", [1, 64])
 @pytest.mark.parametrize("costs", [DENSE, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("right", [0.0, 0.1, 0.54, 0.8])
 def test_no_acceptance_makes_it_slower(right: float, costs: dict[tuple[int, int], float], rows: int) -> None:
@@ -128,7 +128,7 @@ def test_expensive_tries_are_as_rare_as_their_share_of_the_time_asks_for() -> No
     assert np.diff(tried)[-4:].tolist() == [np.ceil(1.4 / TRIES)] * 4 and 1.4 / TRIES > RAREST
 
 
-@pytest.mark.parametrize("rows", [1, 16, 64])
+@pytest.mark.parametrize("rows", [1, 64])
 @pytest.mark.parametrize("costs", [BFLOAT16, FP8], ids=["bfloat16", "FP8"])
 def test_wrong_drafts_cost_little_in_the_long_run(costs: dict[tuple[int, int], float], rows: int) -> None:
     pace = DraftPace(rows, 3, costs)
@@ -148,7 +148,7 @@ def test_drafts_come_back_when_they_are_right_again() -> None:
 def test_a_new_sequence_is_hoped_of_what_others_had() -> None:
     good, bad = DraftPace(4, 3, DENSE), DraftPace(4, 3, DENSE)
     run(good, np.arange(1), 0.9, 500)
-    run(bad, np.arange(1), 0.0, 20000)
+    run(bad, np.arange(1), 0.0, 8000)
     assert bad._usual < LEAST_HOPED < good._usual < 1
     wasted = []
     for pace in (good, bad):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes that stand still, alone or with others; real ones, stopped by signals."""
 
+import contextlib
 import resource
 import shutil
 import signal
@@ -61,9 +62,9 @@ class Child:
         return int(self.ask("count")) > 0
 
 
-@pytest.fixture
-def pair(tmp_path: Path) -> Iterator[tuple[Child, Child]]:
-    children = Child(tmp_path / "runs" / "processes"), Child(tmp_path / "runs" / "processes")
+@contextlib.contextmanager
+def two(folder: Path) -> Iterator[tuple[Child, Child]]:
+    children = Child(folder / "runs" / "processes"), Child(folder / "runs" / "processes")
     try:
         for child in children:
             wait_for(child.sees_another, "the processes to know each other")
@@ -73,6 +74,19 @@ def pair(tmp_path: Path) -> Iterator[tuple[Child, Child]]:
             child.process.send_signal(signal.SIGCONT)
             child.process.kill()
             child.process.__exit__(None, None, None)  # closes its pipes, waits for it
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[tuple[Child, Child]]:
+    with two(tmp_path) as children:
+        yield children
+
+
+@pytest.fixture(scope="module")
+def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Child, Child]]:
+    """For tests after which both go on."""
+    with two(tmp_path_factory.mktemp("lasting")) as children:
+        yield children
 
 
 def stand_still(*children: Child) -> None:
@@ -92,20 +106,20 @@ def test_a_process_that_stood_still_alone_handles_nothing_more(pair):
     assert other.ask("something") == "handled"
 
 
-def test_processes_that_stood_still_together_go_on(pair):
-    stand_still(*pair)
-    assert [child.ask("something") for child in pair] == ["handled", "handled"]
+def test_processes_that_stood_still_together_go_on(lasting):
+    stand_still(*lasting)
+    assert [child.ask("something") for child in lasting] == ["handled", "handled"]
 
 
-def test_what_arrives_long_after_a_freeze_is_handled(pair):
-    stopped, _ = pair
+def test_what_arrives_long_after_a_freeze_is_handled(lasting):
+    stopped, _ = lasting
     stand_still(stopped)
     time.sleep(1.5)  # so nothing had waited
     assert stopped.ask("something") == "handled"
 
 
-def test_a_process_that_only_computes_goes_on(pair):
-    busy, _ = pair
+def test_a_process_that_only_computes_goes_on(lasting):
+    busy, _ = lasting
     assert busy.ask("busy") == "handled"
     assert busy.ask("something") == "handled"
 
@@ -120,8 +134,8 @@ def test_a_process_that_waits_for_a_busy_server_goes_on(pair, when):
     assert waiting.ask("something") == ""
 
 
-def test_a_process_that_had_no_descriptors_for_a_while_goes_on(pair):
-    first, _ = pair
+def test_a_process_that_had_no_descriptors_for_a_while_goes_on(lasting):
+    first, _ = lasting
     limits = resource.prlimit(first.process.pid, resource.RLIMIT_NOFILE)
     resource.prlimit(first.process.pid, resource.RLIMIT_NOFILE, (0, limits[1]))
     time.sleep(LOOK_AGAIN_S + 0.5)  # in which it looks for others

@@ -341,15 +341,15 @@ def test_rows_are_those_of_all_tokens(pair):
 def test_logits_match_transformers(pair):
     """Of a sequence at once; in chunks, and then token by token next to another one that comes in chunks."""
     theirs, ours = pair
-    ids, others = prompt(150), prompt(95, seed=2)
+    ids, others = prompt(150), prompt(83, seed=2)
     (whole,) = Paged(ours).step([(2, ids)])
     expected = their_logits(theirs, ids)
     torch.testing.assert_close(whole, expected, atol=1e-4, rtol=0)
     paged = Paged(ours)
-    found = [paged.step([(1, ids[a:b])])[0] for a, b in [(0, 37), (37, 38), (38, 128)]]
+    found = [paged.step([(1, ids[a:b])])[0] for a, b in [(0, 37), (37, 38), (38, 140)]]
     of_others = []
-    chunks = [(0, 20), (20, 75), *((n, n + 1) for n in range(75, 95))]
-    for token, (a, b) in zip(ids[128:], chunks, strict=True):
+    chunks = [(0, 20), (20, 75), *((n, n + 1) for n in range(75, 83))]
+    for token, (a, b) in zip(ids[140:], chunks, strict=True):  # both come to another block
         own, other = paged.step([(1, [token]), (3, others[a:b])])
         found.append(own)
         of_others.append(other)
@@ -357,10 +357,10 @@ def test_logits_match_transformers(pair):
     torch.testing.assert_close(torch.cat(of_others), their_logits(theirs, others), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["qwen3.5", "qwen3-next"])
-def test_a_prompt_can_be_cut_anywhere(kind, tmp_path):
-    """Layers that keep states go on from a chunk's end; they compute 64 tokens at once."""
-    path = make_checkpoint(kind, tmp_path)
+def test_a_prompt_can_be_cut_anywhere(tmp_path):
+    """Layers that keep states go on from a chunk's end; they compute 64 tokens at once. Those of other models
+    differ in what is around them."""
+    path = make_checkpoint("qwen3.5", tmp_path)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     ours, ids = load(path), prompt(70)
     expected = their_logits(theirs, ids)

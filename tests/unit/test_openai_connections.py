@@ -608,9 +608,9 @@ def test_a_connection_whose_turn_fails_ends_alone(monkeypatch: pytest.MonkeyPatc
 def test_clients_that_send_much_let_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flashinfer_backend.openai.connection.READ_S", 0.0)
     monkeypatch.setattr("flashinfer_backend.openai.connection.READ_BYTES", 256)
-    head = b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (4 << 20)
+    head = b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (2 << 20)
     with running() as server, server.connect(head) as much:
-        sender = threading.Thread(target=much.sendall, args=(bytes(4 << 20),), daemon=True)
+        sender = threading.Thread(target=much.sendall, args=(bytes(2 << 20),), daemon=True)
         sender.start()
         for _ in range(3):
             with server.connect(WHOLE) as sock:

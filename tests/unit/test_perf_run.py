@@ -323,7 +323,7 @@ def test_wrong_arguments_are_refused_before_a_server_is_used(
 @pytest.mark.parametrize("listed, taken", [(["bundled", "other"], "bundled"), (["x", "model"], "model")])
 def test_a_running_openai_server_is_asked_for_a_model_that_it_has(asked, server, capsys, listed, taken):
     server.models = listed
-    assert run.main([*asked, "--server", "vllm", "--url", f"vllm={server.url}"]) == 0
+    assert run.main([*asked, "--no-warm-up", "--server", "vllm", "--url", f"vllm={server.url}"]) == 0
     assert {body["model"] for body in server.bodies} == {taken}
     assert f"vllm 1.0 at {server.url}, running already\n" in capsys.readouterr().out
 

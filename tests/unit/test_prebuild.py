@@ -207,25 +207,6 @@ def test_failures_name_what_to_install():
     assert "cuda-driver-dev" not in prebuild.describe_failure(["ld: cannot find -lcudart"], 1)
 
 
-@needs_ninja
-def test_compilers_end_with_their_engine(tmp_path):
-    (tmp_path / "build.ninja").write_text(
-        "rule cc\n  command = echo $$$$ >started && mv started pid && exec sleep 300\nbuild a: cc\n"
-    )
-    code = "import sys; from flashinfer_backend.worker import prebuild; prebuild.run_ninja(sys.argv[1:])"
-    engine = subprocess.Popen([sys.executable, "-c", code, NINJA, "-C", str(tmp_path)])
-    try:
-        while not (tmp_path / "pid").exists():
-            assert engine.poll() is None
-            time.sleep(0.05)
-        compiler = os.pidfd_open(int((tmp_path / "pid").read_text()))
-    finally:
-        engine.kill()
-        engine.wait()
-    assert select.select([compiler], [], [], 20)[0], "the compiler goes on"
-    os.close(compiler)
-
-
 HOLD = """if True:
     import sys
     from pathlib import Path
@@ -250,31 +231,31 @@ def holding(folder):
             other.kill()
 
 
-def test_one_process_at_a_time_compiles(tmp_path, caplog, monkeypatch):
+@needs_ninja
+def test_with_a_process_that_is_killed_its_compilers_end_and_its_lock(tmp_path):
     pytest.importorskip("filelock")
-    monkeypatch.setattr(progress, "PROGRESS_S", 0.01)
+    (tmp_path / "build.ninja").write_text(
+        "rule cc\n  command = echo $$$$ >started && mv started pid && exec sleep 300\nbuild a: cc\n"
+    )
     with holding(tmp_path) as other:
-        waits = []
-
-        def log(text: str, *values: object) -> None:
-            waits.append(text % values)
-            if len(waits) == 3:
-                other.stdin.close()  # it ends
-
-        monkeypatch.setattr(prebuild.log, "info", log)
-        monkeypatch.setattr(progress.log, "info", log)
-        with prebuild._locked(tmp_path):
-            assert len(waits) >= 3 and all("another process" in line for line in waits)
-    # One that is killed leaves no lock behind.
-    with holding(tmp_path) as other:
+        other.stdin.write(shlex.join([NINJA, "-C", str(tmp_path)]) + "\n")
+        other.stdin.flush()
+        while not (tmp_path / "pid").exists():
+            assert other.poll() is None
+            time.sleep(0.05)
+        compiler = os.pidfd_open(int((tmp_path / "pid").read_text()))
         other.kill()
         other.wait()
+        assert select.select([compiler], [], [], 20)[0], "the compiler goes on"
+        os.close(compiler)
         with prebuild._locked(tmp_path):
             pass
 
 
 @needs_ninja
-def test_what_another_process_compiles_is_progress_of_one_that_waits(small_build, monkeypatch, tmp_path):
+def test_one_process_at_a_time_compiles_and_that_is_progress_of_one_that_waits(
+    small_build, monkeypatch, tmp_path
+):
     """And its waiting alone is none."""
     pytest.importorskip("filelock")
     folder, command = small_build
@@ -313,7 +294,8 @@ def test_what_another_process_compiles_is_progress_of_one_that_waits(small_build
             pass
         later = after_looks()
         assert began < later == after_looks()
-        other.kill()
+        assert waiting.is_alive() and all("another process" in text for text in texts)
+        other.stdin.close()  # it ends
         waiting.join(120)
     assert not waiting.is_alive()
 

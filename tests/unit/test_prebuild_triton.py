@@ -231,9 +231,8 @@ def test_a_delta_net_has_one_variant_for_any_step(heads):
         rows = [each for each in ahead if each[0].__name__ == "_decode_rows"]
         compiled += some(rows, rows[-1:])
         if not drafts:  # with drafts the others differ only in how many inputs a slot keeps
-            compiled += {
-                kernel.__name__: (kernel, data) for kernel, data in ahead if kernel.__name__ in kernels
-            }.values()
+            one_each = {each[0].__name__: each for each in ahead if each[0].__name__ in kernels}
+            compiled += [each for each in one_each.values() if each not in compiled]
     assert prebuild_triton.compile_together(compiled) == []
 
 
@@ -256,7 +255,8 @@ def test_products_behind_one_norm_begin_with_it_for_few_tokens(
             x = empty(tokens, hidden)
             found = collect(lambda x=x: cuda_ops.norm_linears(x, *norm, weights))
             assert names(found) == {"_linear": 2} and not normed
-            assert prebuild_triton.compile_together(found) == []
+            # The second one is dense with either format.
+            assert prebuild_triton.compile_together(found if format == "dense" else found[:1]) == []
         if format == "fp8_block":
             found = collect(lambda: cuda_ops.norm_linears(empty(17, hidden), *norm, weights))
             assert not normed and names(found)["_quantise_groups"] == 1  # which is the norm as well
@@ -542,6 +542,8 @@ def test_folded_experts_compile_for_hopper(format, folded):
     others = {
         kernel.__name__: (kernel, data) for kernel, data in ahead if kernel.__name__ in EXPERT_KERNELS[3:]
     }
+    if folded == 1:  # which differs in nothing but the numbers: one route of each kind
+        routes = list({kernel.__name__: (kernel, data) for kernel, data in routes}.values())
     assert prebuild_triton.compile_together([*routes, *others.values()]) == []
 
 
@@ -600,7 +602,7 @@ def test_products_with_adapters_fit_the_shared_memory():
             assert kernel.preload(data).metadata.shared <= 227 << 10
 
 
-FEW = [1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 24, 25, 31, 32, 33, 47, 48, 49, 63, 64, 65, 66, 69]
+FEW = [1, 2, 3, 4, 5, 8, 9, 16, 17, 24, 25, 32, 33, 48, 49, 64, 65, 69]
 DEEPEST = {"down": entries((24, Tiling(32, 64, 128, stages=7)), (64, Tiling(64, 64, 64)))}
 
 
@@ -608,9 +610,9 @@ DEEPEST = {"down": entries((24, Tiling(32, 64, 128, stages=7)), (64, Tiling(64, 
     ("format", "experts"),
     [
         *((format, None) for format in ("dense", "fp8_on_load", "fp8_static", "fp8_block", "int4_awq_128")),
-        *(("dense", experts) for experts in ((128, 8), (8, 2), (4, 2), (1, 1))),
+        *(("dense", experts) for experts in ((128, 8), (8, 2), (1, 1), (8, 2, 768), (8, 2, 640))),
         *((format, (8, 2)) for format in ("fp8_on_load", "fp8_block", "int4_awq_128", "mxfp4")),
-        *((format, (8, 2, size)) for format in ("dense", "fp8_block") for size in (768, 1536, 640)),
+        *(("fp8_block", (8, 2, size)) for size in (1536, 640)),
     ],
 )
 def test_products_of_any_number_of_tokens_are_ahead_and_no_others(
@@ -630,16 +632,20 @@ def test_products_of_any_number_of_tokens_are_ahead_and_no_others(
         keys |= {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "quantization_config": kept}
     model = bundled(**keys)
     model = model if format in ("dense", "mxfp4") else model.with_format(format)
-    config = replace(CONFIG, max_loras=8)
+    # Experts have no adapters, and the attention beside them is that of a model without experts.
+    adapted = experts in (None, (128, 8)) or format == "mxfp4"
+    config = replace(CONFIG, max_loras=8) if adapted else CONFIG
 
     def steps() -> None:
         target = Transformer(model, cuda_ops, torch.bfloat16, META, 1)
-        AdapterPlaces(target, 8, config.max_lora_rank, vocabulary=False)
+        if adapted:
+            AdapterPlaces(target, 8, config.max_lora_rank, vocabulary=False)
         for _ in prebuild_triton._kinds_of_input_scales(target):
-            for tokens in (*some(range(1, 70), FEW), 100, 128, 129, 200, 256, 257, 300, 513, 1000, 4096):
+            for tokens in (*some(range(1, 70), FEW), 100, 128, 129, 256, 257, 513, 4096):
                 target.compute_products(tokens, head=True)
-                chosen = cuda_ops.group_adapters(empty(tokens, of=torch.int32), 8)
-                target.compute_products(tokens, head=True, chosen=chosen)
+                if adapted:
+                    chosen = cuda_ops.group_adapters(empty(tokens, of=torch.int32), 8)
+                    target.compute_products(tokens, head=True, chosen=chosen)
 
     with (
         device.use(replace(measured("NVIDIA H100 80GB HBM3"), linear_adapted=DEEPEST)),

@@ -23,6 +23,7 @@ from flashinfer_backend.scheduler import budget
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
 from flashinfer_backend.scheduler.scheduler import Scheduler
 from flashinfer_backend.transport.protocol import FINISHED_STOP_WORDS, RUNNING
+from thinned import examples
 
 
 def scheduler(*lengths: int, reuse: bool = False, **numbers: int) -> Scheduler:
@@ -662,7 +663,7 @@ def test_stop_sequences_end_with_the_token_that_completes_them_and_none_before_t
     assert codes == [[RUNNING]] * 3 + [[FINISHED_STOP_WORDS]]
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(800), deadline=None, derandomize=True)
 @given(
     st.lists(st.lists(st.sampled_from([1, 2, 300, 70_000]), max_size=4), max_size=6),
     st.lists(st.sampled_from([1, 2, 300, 70_000]), min_size=1, max_size=12),
