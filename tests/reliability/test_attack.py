@@ -19,7 +19,7 @@ from watching import PARTS
 def test_every_harm_is_survived(tmp_path: Path) -> None:
     options = ["--restarts", "0", "--stalled-client-seconds", "2", "--openai-max-connections", "64"]
     with both_running(build_repository(tmp_path), tmp_path, options) as server:
-        attack = Attack(server, seed=3, streams=4, pause_s=1.6)
+        attack = Attack(server, seed=3, streams=4, pause_s=0.8)
 
         def stall() -> str:
             """Those who do not read are cut, so that what they asked for does not stay in memory."""
