@@ -40,8 +40,9 @@ def check(checkpoint: Quantised, found: list[tuple[torch.Tensor, list[int]]], **
     position and all behind it in its prompt differ as roundings do. So over half of the positions are before
     the first difference of their prompt, where all agree to float32; the others agree to e4m3."""
     before = count = 0
-    for prompt, (logits, tokens) in zip(PROMPTS, found, strict=True):
-        every = checkpoint.logits(prompt + tokens, **reference)
+    sequences = [prompt + tokens for prompt, (_, tokens) in zip(PROMPTS, found, strict=True)]
+    meant = checkpoint.logits_of(sequences, **reference)
+    for prompt, (logits, tokens), every in zip(PROMPTS, found, meant, strict=True):
         expected, behind = every[: len(prompt)], every[len(prompt) - 1 : -1]
         error = (logits - expected).abs()
         short = behind.amax(-1) - behind[range(len(tokens)), tokens]  # of the best, by a token's logit

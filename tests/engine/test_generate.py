@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from checkpoints import make_checkpoint
@@ -26,13 +27,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def next_ids(model: Any, prompts: list[list[int]], answers: list[list[int]], count: int) -> list[list[int]]:
     """The likeliest id of a transformers model after a prompt and each beginning of its answer. These are the
-    answers exactly if they are greedy and have `count` ids. An answer takes one pass, not `count`."""
-    found = []
-    for prompt, answer in zip(prompts, answers, strict=True):
-        with torch.inference_mode():
-            logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 :]
-        found.append(logits.argmax(-1).tolist()[:count])
-    return found
+    answers exactly if they are greedy and have `count` ids. All take one pass together: what fills up the
+    shorter ones is behind them."""
+    sequences = [torch.tensor(prompt + answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    with torch.inference_mode():
+        ids = model(pad_sequence(sequences, batch_first=True, padding_value=3)).logits.argmax(-1)
+    return [
+        own[len(prompt) - 1 : len(sequence)].tolist()[:count]
+        for own, prompt, sequence in zip(ids, prompts, sequences, strict=True)
+    ]
 
 
 def reference(
