@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine against transformers: the same greedy ids however a request is scheduled."""
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -42,8 +43,12 @@ def reference(
     folder: Path, prompts: list[list[int]], answers: list[list[int]], count: int = LONG
 ) -> list[list[int]]:
     """The answers, exactly if they are the checkpoint's greedy ones in transformers, `count` ids each."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    return next_ids(model, prompts, answers, count)
+    return next_ids(loaded(folder), prompts, answers, count)
+
+
+@functools.lru_cache(1)  # a test compares several times with one model
+def loaded(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
