@@ -9,7 +9,7 @@ import torch
 
 from checkpoints import make_checkpoint
 from engine.graphed import replayed
-from engine.harness import fewer, serve, start_core
+from engine.harness import serve, start_core
 from engine.test_drafts import Replay
 from engine.test_generate import reference
 from flashinfer_backend.core.sampling_params import SamplingParams
@@ -23,7 +23,7 @@ SETTINGS = {"max_num_seqs": 4, "check_invariants": True, "tokens_per_block": BLO
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("qwen3.5", tmp_path_factory.mktemp("states"), **fewer("qwen3.5"))
+    return make_checkpoint("qwen3.5", tmp_path_factory.mktemp("states"))
 
 
 def tokens(count: int, seed: int) -> list[int]:
@@ -152,8 +152,8 @@ def test_sequences_of_one_request_begin_with_the_first_ones_state(folder: Path, 
 def test_a_preempted_sequence_goes_on_from_a_snapshot(folder: Path, tmp_path: Path) -> None:
     """Of its answer: its prompt is shorter than what lies between two."""
     few = {"max_tokens_in_paged_kv_cache": 256, "max_seq_len": 160}
-    core, prompts = start(folder, **few), [tokens(40, seed=seed) for seed in (8, 9)]
-    long = SamplingParams(max_tokens=96, temperature=0.0)
+    core, prompts = start(folder, **few), [tokens(40, seed=seed) for seed in range(8, 12)]
+    long = SamplingParams(max_tokens=100, temperature=0.0)
     with serve(start(folder), tmp_path / "room") as client:
         expected = client.generate(prompts, long)
     blocks = core.scheduler.blocks_reused
