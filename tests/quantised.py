@@ -9,7 +9,11 @@ FineGrainedFP8Config, and of AutoFP8.
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
+import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +23,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from checkpoints import make_checkpoint
 from editing import edit_config
@@ -183,9 +188,15 @@ class Quantised:
     linears: dict[str, Linear] = field(default_factory=dict)
     kv_scales: dict[str, float] = field(default_factory=lambda: {"k": 1.0, "v": 1.0})
 
-    @torch.inference_mode()
     def logits(self, tokens: list[int], rounded: bool = True, fp8_cache: bool = False) -> Tensor:
         """[len(tokens), V]. rounded: the inputs of quantised products are rounded, too."""
+        return self.logits_of([tokens], rounded, fp8_cache)[0]
+
+    @torch.inference_mode()
+    def logits_of(
+        self, sequences: list[list[int]], rounded: bool = True, fp8_cache: bool = False
+    ) -> list[Tensor]:
+        """The same of several sequences in one pass: what fills up the shorter ones is behind them."""
         hooks = []
         for name, linear in self.linears.items() if rounded else ():
             module = self.model.get_submodule(name)
@@ -193,7 +204,9 @@ class Quantised:
             hooks.append(module.register_forward_pre_hook(hook))
         cache = RoundingCache(self.kv_scales) if fp8_cache else None
         try:
-            return self.model(torch.tensor([tokens]), past_key_values=cache).logits[0]
+            tokens = pad_sequence([*map(torch.tensor, sequences)], batch_first=True, padding_value=3)
+            logits = self.model(tokens, past_key_values=cache).logits
+            return [own[: len(sequence)] for own, sequence in zip(logits, sequences, strict=True)]
         finally:
             for hook in hooks:
                 hook.remove()
@@ -243,12 +256,23 @@ def make_dense(
     kind: str, folder: Path, **sizes: Any
 ) -> tuple[Path, transformers.PreTrainedModel, dict[str, Tensor]]:
     """A checkpoint to be quantised, its model in float64 with a Linear for each matrix, and its tensors."""
-    path = make_checkpoint(kind, folder, **sizes)
+    made, model, tensors = _made(kind, json.dumps(sizes, sort_keys=True))
+    path = Path(shutil.copytree(made.name, folder, dirs_exist_ok=True))
+    return path, copy.deepcopy(model), dict(tensors)
+
+
+@functools.cache  # many layouts are of the same model
+def _made(
+    kind: str, sizes: str
+) -> tuple[tempfile.TemporaryDirectory[str], transformers.PreTrainedModel, dict[str, Tensor]]:
+    """What make_dense gives copies of."""
+    folder = tempfile.TemporaryDirectory(prefix="dense-")
+    path = make_checkpoint(kind, folder.name, **json.loads(sizes))
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
     for layer in model.model.layers:
         if hasattr(layer.mlp, "experts"):
             layer.mlp = SparseMlp(layer.mlp)
-    return path, model, load_file(path / "model.safetensors")
+    return folder, model, load_file(path / "model.safetensors")
 
 
 def make_quantised(
@@ -260,14 +284,14 @@ def make_quantised(
     sizes = SIZES | sizes_of(kind) | sizes
     dense, model, tensors = make_dense(kind, folder, **sizes)
     result = Quantised(dense, model)
-    peaks = _input_peaks(model)
+    peaks = _input_peaks(model) if layout.inputs == "tensor" else {}
     for name, module in linears(model):
         if name.startswith(layout.ignored) or name.endswith(NEVER) or not layout.weights:
             continue
         linear = Linear.quantise(tensors[f"{name}.weight"], layout)
         # Modules that share an input have scales of their own here; with the smallest, some values are cut.
         factor = {"q": 0.6, "k": 1.0, "v": 1.4}.get(name.split(".")[-1][0], 0.8)
-        linear.input_scale = float(torch.tensor(peaks[name] / 448 * factor, dtype=torch.float32))
+        linear.input_scale = float(torch.tensor(peaks.get(name, 0.0) / 448 * factor, dtype=torch.float32))
         if name.endswith(("o_proj", "out_proj", "down_proj")):
             linear.ranks = ranks
         result.linears[name] = linear

@@ -199,6 +199,18 @@ def shallow_model() -> Path:
     return Path(_shallow().name) / "bundled"
 
 
+def fewer(kind: str) -> dict[str, Any]:
+    """Sizes for a kind of checkpoints.KINDS whose steps take long, for tests of what surrounds its layers:
+    two that keep states and one with attention, and half of the experts."""
+    sizes: dict[str, Any] = {}
+    if kind.startswith(("qwen3.5", "qwen3-next")):
+        kinds = ["linear_attention", "full_attention", "linear_attention"]
+        sizes |= {"num_hidden_layers": 3, "layer_types": kinds}
+    if kind.startswith(("qwen2-moe", "qwen3-moe", "qwen3.5-moe", "qwen3-next")):
+        sizes |= {"num_experts": 4, "num_experts_per_tok": 2}
+    return sizes
+
+
 def start_core(
     model_dir: Path,
     on_loss: Callable[[str], None] | None = None,

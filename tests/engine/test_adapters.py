@@ -22,7 +22,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from checkpoints import make_checkpoint
-from engine.harness import make_prompts, serve, start_core
+from engine.harness import fewer, make_prompts, serve, start_core
 from engine.ranks_in_threads import start_ranks
 from engine.test_generate import next_ids
 from flashinfer_backend.core.paths import resolve_model_dir
@@ -72,7 +72,7 @@ def make_adapter(base: Path | nn.Module, folder: Path, form: dict[str, Any], see
 @pytest.fixture(scope="module", params=["llama", "phi3", "mpt", "qwen3.5"])
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
     folder = tmp_path_factory.mktemp(request.param)
-    model = make_checkpoint(request.param, folder / "model")
+    model = make_checkpoint(request.param, folder / "model", **fewer(request.param))
     forms = FORMS
     fused = {"phi3": ["qkv_proj", "gate_up_proj", "o_proj"], "mpt": ["Wqkv", "out_proj", "down_proj"]}
     fused["qwen3.5"] = ["q_proj", "k_proj", "o_proj", "up_proj", "out_proj"]
@@ -181,7 +181,7 @@ def test_a_4_bit_model_with_all_at_once(ranks: int, tmp_path: Path, monkeypatch:
     few = {"max_num_tokens": 24, "max_num_tokens_while_decoding": 24, "max_tokens_in_paged_kv_cache": 128}
     settings = {"max_num_seqs": 6, "max_seq_len": 160, "speculative_method": "ngram", **few, **ADAPTERS}
     core = start_ranks(checkpoint.folder, ranks, monkeypatch, **settings)
-    kinds, count = [(draw.randrange(4), draw.randrange(3)) for _ in range(24)], 14
+    kinds, count = [(draw.randrange(4), draw.randrange(3)) for _ in range(20)], 12
     with serve(core, tmp_path / "run") as client:
         found = client.generate([prompts[i] for i, _ in kinds], [asks(chosen[j], count) for _, j in kinds])
     assert core.scheduler.preemptions and core.scheduler.prompt_tokens_reused

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from checkpoints import make_checkpoint
-from engine.harness import serve, start_core
+from engine.harness import fewer, serve, start_core
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.ops import torch_ops
 from perf_configs import bench_adapters, bench_ngram, bench_speculation, repeating
@@ -19,8 +19,10 @@ from perf_configs.replaying import make_replaying, share_kept
 
 
 def test_adapters_are_measured_next_to_the_model_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(bench_adapters, "PROMPT", 32)
+    monkeypatch.setattr(bench_adapters, "WARM", 3)
     model, out = make_checkpoint("llama", tmp_path / "model"), tmp_path / "out.json"
     small = ["--adapters", "2", "--rank", "4", "--batches", "1,3", "--rounds", "1", "--steps", "2"]
     bench_adapters.main(["--model", str(model), "--set", "device=cpu", "--out", str(out), *small])
@@ -37,7 +39,8 @@ def test_answers_are_those_of_the_texts_and_drafts_repeat_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench_ngram, "TEXTS", 2)
-    checkpoint = make_checkpoint("llama", tmp_path / "model", vocab_size=2000, max_position_embeddings=2048)
+    sizes = {"num_hidden_layers": 1, "vocab_size": 2000, "max_position_embeddings": 2048}
+    checkpoint = make_checkpoint("llama", tmp_path / "model", **sizes)
     settings = {"load_format": "dummy", "max_seq_len": 2048}
     settings |= {"max_draft_len": 4, "speculative_method": "ngram"}
     script, pieces = bench_ngram.Script(2, 2049, "cpu"), repeating.Pieces(2000)
@@ -62,7 +65,7 @@ def test_answers_are_those_of_the_texts_and_drafts_repeat_them(
     [("llama", "eagle3", 1.0), ("llama", "eagle3", 2.5), ("llama", "none", 4.0), ("qwen3.5", "mtp", 2.5)],
 )
 def test_steps_keep_as_many_tokens_as_asked_for(kind: str, head: str, accepted: float, tmp_path: Path):
-    checkpoint = make_checkpoint(kind, tmp_path / "target", initializer_range=0.02)
+    checkpoint = make_checkpoint(kind, tmp_path / "target", initializer_range=0.02, **fewer(kind))
     core = start_core(checkpoint, load_format="dummy", make_proposer=make_replaying(3, accepted, head))
     length = 100
     with serve(core, tmp_path) as client:
@@ -84,8 +87,8 @@ def test_the_benchmark_has_a_row_for_each_batch_and_length(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench_speculation, "WARM", 2)
-    monkeypatch.setattr(bench_speculation, "TOKENS", 40)
-    options = {"num_hidden_layers": 3, "vocab_size": 2000, "max_position_embeddings": 512}
+    monkeypatch.setattr(bench_speculation, "TOKENS", 24)
+    options = {"num_hidden_layers": 2, "vocab_size": 2000, "max_position_embeddings": 512}
     checkpoint = make_checkpoint("llama", tmp_path / "target", **options)
     own = {"device": "cpu", "max_num_seqs": "2", "max_seq_len": "512"}
     parameters = engine_parameters(str(checkpoint), "dummy", own)

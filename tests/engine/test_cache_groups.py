@@ -8,9 +8,12 @@ import pytest
 
 from checkpoints import make_checkpoint
 from engine.harness import make_prompts, serve, start_core
-from engine.test_generate import GREEDY, reference
+from engine.test_generate import reference
+from flashinfer_backend.core.sampling_params import SamplingParams
 
 WINDOW = 21  # no multiple of a block, and shorter than the prompts and the answers
+LONG = 24  # tokens of an answer
+GREEDY = SamplingParams(max_tokens=LONG, temperature=0.0)
 SETTINGS = {"max_num_seqs": 6, "check_invariants": True, "max_seq_len": 160}
 
 
@@ -23,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    return make_prompts(8)
+    return make_prompts(7)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +37,7 @@ def expected(
     core = start_core(folder, **SETTINGS | {"max_num_seqs": 1})
     with serve(core, tmp_path_factory.mktemp("alone")) as client:
         answers = client.generate(prompts, GREEDY)
-    assert answers == reference(folder, prompts, answers)
+    assert answers == reference(folder, prompts, answers, LONG)
     return answers
 
 
@@ -76,7 +79,7 @@ def test_windows_in_every_layer_keep_less_than_a_sequence(tmp_path: Path) -> Non
     assert core.config.max_seq_len == 160 > 128 == 16 * core.scheduler.kv_manager.pools[0].num_blocks
     with serve(core, tmp_path / "run") as client:
         answers = client.generate(prompts, GREEDY)
-    assert answers == reference(folder, prompts, answers)
+    assert answers == reference(folder, prompts, answers, LONG)
     assert not core.scheduler.preemptions
 
 
@@ -88,6 +91,6 @@ def test_a_chat_goes_on_from_its_last_turn(folder: Path, tmp_path: Path) -> None
         answers = client.generate(prompts, GREEDY)
         prompts = [prompt + answer + [9, 8] for prompt, answer in zip(prompts, answers, strict=True)]
         answers = client.generate(prompts, GREEDY)
-    assert answers == reference(folder, prompts, answers)
+    assert answers == reference(folder, prompts, answers, LONG)
     # The last id of an answer was never fed.
     assert core.scheduler.prompt_tokens_reused == sum((len(prompt) - 3) // 16 * 16 for prompt in prompts)

@@ -20,13 +20,13 @@ from flashinfer_backend.speculate.proposer import DraftStep, Slots
 from flashinfer_backend.transport import protocol
 from thinned import some
 
-PROMPTS = [[0, *range(40 + i, 60 + 5 * i)] for i in range(12)]
+PROMPTS = [[0, *range(40 + i, 60 + 4 * i)] for i in range(12)]
 
 
 def parameters() -> list[SamplingParams]:
     """Greedy and sampled ones, alone and with all that sampling can be asked for."""
     params = [
-        SamplingParams(max_tokens=16 + i, temperature=0.8 * (i % 2), seed=2**40 + i, end_id=-1)
+        SamplingParams(max_tokens=13 + i // 2, temperature=0.8 * (i % 2), seed=2**40 + i, end_id=-1)
         for i in range(len(PROMPTS))
     ]
     params[3].max_tokens, params[4].max_tokens = 1, 2
@@ -84,12 +84,14 @@ def answers(
         core.scheduler._pace.offers = offers
     capture = replayed(core.runner) if graphs else None
     with serve(core, tmp_path) as client:
-        ids = client.submit_together(PROMPTS, params)
+        prompts = PROMPTS[: len(params)]
+        ids = client.submit_together(prompts, params)
         client.wait(ids)
         client.wait_idle()
         # Their prefixes are in the cache: what is found there was computed of accepted tokens alone.
-        longer = [PROMPTS[i] + client.tokens[ids[i]][:20] for i in (0, 6)]
-        again = client.submit_together(longer, [params[0], params[6]])
+        both = (0, len(params) // 2)
+        longer = [prompts[i] + client.tokens[ids[i]][:20] for i in both]
+        again = client.submit_together(longer, [params[i] for i in both])
         client.wait(again)
         assert not client.failure, client.failure
         ids += again
@@ -196,10 +198,10 @@ def test_drafts_come_and_go(graphs: bool, tmp_path: Path, without: Any):
 
 
 def test_what_a_draft_makes_a_bad_word_of_is_not_sampled_behind_it(tmp_path: Path):
-    params = [SamplingParams(max_tokens=40, seed=i, temperature=0.5, end_id=-1) for i in range(12)]
+    params = [SamplingParams(max_tokens=24, seed=i, temperature=0.5, end_id=-1) for i in range(6)]
     plain, *_ = answers(tmp_path / "plain", _logged(params))
     for each, (tokens, _) in zip(params, plain, strict=False):
-        each.bad_words = [tokens[at : at + 2] for at in range(2, 30, 3)]
+        each.bad_words = [tokens[at : at + 2] for at in range(2, 20, 3)]
     expected, *_ = answers(tmp_path / "without", _logged(params))
     assert all(a != b for (a, _), (b, _) in zip(expected, plain, strict=True))
     proposer = replay(3, 0.0, expected)
@@ -209,7 +211,7 @@ def test_what_a_draft_makes_a_bad_word_of_is_not_sampled_behind_it(tmp_path: Pat
 
 def test_sequences_end_amid_accepted_drafts(tmp_path: Path):
     """With an end id or stop words that lie within what a step accepts."""
-    params = [SamplingParams(max_tokens=60, temperature=0.8 * (i % 2), seed=i, end_id=-1) for i in range(12)]
+    params = [SamplingParams(max_tokens=32, temperature=0.8 * (i % 2), seed=i, end_id=-1) for i in range(9)]
     plain, *_ = answers(tmp_path / "plain", _logged(params))
     for i, (each, (tokens, _)) in enumerate(zip(params, plain, strict=False)):
         at = 10 + i
@@ -217,7 +219,7 @@ def test_sequences_end_amid_accepted_drafts(tmp_path: Path):
             each.end_id = tokens[at]
         else:
             each.stop_sequences = [tokens[at - i % 3 : at + 1]]
-        each.min_tokens = 4 if i == 9 else 0
+        each.min_tokens = 4 if i == 6 else 0
     expected, *_ = answers(tmp_path / "without", _logged(params))
     codes = {code for _, code in expected}
     assert {protocol.FINISHED_END_ID, protocol.FINISHED_STOP_WORDS} <= codes
@@ -226,25 +228,32 @@ def test_sequences_end_amid_accepted_drafts(tmp_path: Path):
     assert found == expected
 
 
-@pytest.mark.parametrize(
-    ("count", "spoilt"), some(list(itertools.product((1, 4), (0.0, 0.3, 1.0))), [(4, 0.0), (3, 0.3)])
-)
-def test_ends_are_held_back_amid_drafts(count: int, spoilt: float, tmp_path: Path):
-    """By the end id, by other ends, or by both, until a step that drafts could reach."""
-    params = [SamplingParams(max_tokens=32, temperature=0.8 * (i % 2), seed=i, end_id=-1) for i in range(12)]
-    plain, *_ = answers(tmp_path / "plain", _logged(params))
+@pytest.fixture(scope="module")
+def held_back(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[SamplingParams], list[Any]]:
+    """Ends of answers, by the end id, by other ones, or by both, that are held back until a step that drafts
+    could reach; and the answers without drafts."""
+    params = [SamplingParams(max_tokens=32, temperature=0.8 * (i % 2), seed=i, end_id=-1) for i in range(9)]
+    plain, *_ = answers(tmp_path_factory.mktemp("plain"), _logged(params))
     for i, (each, (tokens, _)) in enumerate(zip(params, plain, strict=False)):
         each.min_tokens, often = 20 + i % 5, sorted(tokens, key=lambda token: -tokens.count(token))
         if i % 3 < 2:
             each.end_id = often[0]
         if i % 3 > 0:
             each.late_ids = [often[-1], tokens[19]]
-    expected, *_ = answers(tmp_path / "without", _logged(params))
+    expected, *_ = answers(tmp_path_factory.mktemp("without"), params)
     assert all(a != b for (a, _), (b, _) in zip(expected, plain, strict=True))
     assert all(len(tokens) >= each.min_tokens for (tokens, _), each in zip(expected, params, strict=False))
-    assert {len(tokens) for tokens, _ in expected[:12]} - {32}
+    assert {len(tokens) for tokens, _ in expected[:9]} - {32}
+    return params, expected
+
+
+@pytest.mark.parametrize(
+    ("count", "spoilt"), some(list(itertools.product((1, 4), (0.0, 0.3, 1.0))), [(4, 0.0), (3, 0.3)])
+)
+def test_ends_are_held_back_amid_drafts(count: int, spoilt: float, held_back: Any, tmp_path: Path):
+    params, expected = held_back
     proposer = replay(count, spoilt, expected)
-    found, _, core, _ = answers(tmp_path / "with", _logged(params), proposer=proposer)
+    found, _, core, _ = answers(tmp_path / "with", params, proposer=proposer)
     assert found == expected
     # Of a third of the tokens or fewer the end is not held back, so others were drafted too.
     tokens, accepted = sum(len(tokens) for tokens, _ in found), core.scheduler.accepted_tokens
@@ -286,7 +295,7 @@ def test_what_a_grammar_forces_needs_no_good_drafts(tmp_path: Path):
     text = "[12]#7041#3986#5527#9083#6154#"  # of which no token of this vocabulary has two characters
     params = [
         SamplingParams(max_tokens=60, temperature=0.9, seed=i, grammar_type="regex", grammar=text)
-        for i in range(12)
+        for i in range(4)
     ]
     expected, *_, loop = answers(tmp_path / "without", _logged(params))
     found, *_, drafted = answers(tmp_path / "with", _logged(params), proposer=Replay(4, 1.0))
@@ -295,7 +304,7 @@ def test_what_a_grammar_forces_needs_no_good_drafts(tmp_path: Path):
 
 
 def _logged(params: list[SamplingParams]) -> list[SamplingParams]:
-    params[8].log_probs = True
+    params[len(params) * 2 // 3].log_probs = True
     return params
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from checkpoints import KINDS, make_checkpoint
-from engine.harness import make_prompts, serve, start_core
+from engine.harness import fewer, make_prompts, serve, start_core
 from engine.test_generate import reference
 from flashinfer_backend.core.sampling_params import SamplingParams
 from thinned import some
@@ -24,8 +24,9 @@ EVERY = [kind for kind in KINDS if kind != "phi3-long"]
 
 @pytest.mark.parametrize("kind", some(EVERY, FEW))
 def test_the_engine_gives_the_ids_of_transformers(kind: str, tmp_path: Path) -> None:
-    folder, prompts = make_checkpoint(kind, tmp_path / "model"), make_prompts(6)
-    few = {"max_num_tokens": 16, "max_num_tokens_while_decoding": 16, "max_tokens_in_paged_kv_cache": 256}
+    sizes = {} if kind == "qwen3.5" else fewer(kind)
+    folder, prompts = make_checkpoint(kind, tmp_path / "model", **sizes), make_prompts(6)
+    few = {"max_num_tokens": 24, "max_num_tokens_while_decoding": 24, "max_tokens_in_paged_kv_cache": 256}
     core = start_core(folder, max_num_seqs=6, max_seq_len=160, check_invariants=True, **few)
     greedy = SamplingParams(max_tokens=ASKED, temperature=0.0)
     longest = max(range(6), key=lambda index: len(prompts[index]))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine against transformers: the same greedy ids however a request is scheduled."""
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from checkpoints import make_checkpoint
@@ -26,21 +28,27 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def next_ids(model: Any, prompts: list[list[int]], answers: list[list[int]], count: int) -> list[list[int]]:
     """The likeliest id of a transformers model after a prompt and each beginning of its answer. These are the
-    answers exactly if they are greedy and have `count` ids. An answer takes one pass, not `count`."""
-    found = []
-    for prompt, answer in zip(prompts, answers, strict=True):
-        with torch.inference_mode():
-            logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 :]
-        found.append(logits.argmax(-1).tolist()[:count])
-    return found
+    answers exactly if they are greedy and have `count` ids. All take one pass together: what fills up the
+    shorter ones is behind them."""
+    sequences = [torch.tensor(prompt + answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    with torch.inference_mode():
+        ids = model(pad_sequence(sequences, batch_first=True, padding_value=3)).logits.argmax(-1)
+    return [
+        own[len(prompt) - 1 : len(sequence)].tolist()[:count]
+        for own, prompt, sequence in zip(ids, prompts, sequences, strict=True)
+    ]
 
 
 def reference(
     folder: Path, prompts: list[list[int]], answers: list[list[int]], count: int = LONG
 ) -> list[list[int]]:
     """The answers, exactly if they are the checkpoint's greedy ones in transformers, `count` ids each."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    return next_ids(model, prompts, answers, count)
+    return next_ids(loaded(folder), prompts, answers, count)
+
+
+@functools.lru_cache(1)  # a test compares several times with one model
+def loaded(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")

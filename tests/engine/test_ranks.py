@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor parallelism: the same answers from several ranks as from one, and what happens when one is lost."""
 
+import functools
 import logging
 import re
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,10 @@ import pytest
 import torch
 
 from checkpoints import KINDS, make_checkpoint
-from engine.harness import asks, make_prompts, serve, start_core
+from engine.harness import asks, fewer, make_prompts, serve, start_core
 from engine.ranks_in_threads import start_ranks
 from engine.test_fp8 import answers, check
-from engine.test_generate import GREEDY
 from flashinfer_backend.core import progress
-from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.core.shard import Shard
 from flashinfer_backend.core.step import Wants
@@ -38,7 +38,9 @@ from quantised import make_quantised
 from thinned import some
 from waiting import wait_for
 
-PROMPTS = make_prompts(8)
+# The longest is so long that what the cache has of it serves layers that keep states.
+PROMPTS = make_prompts(8, 60)
+PROMPTS[5] = (PROMPTS[5] + PROMPTS[3] + PROMPTS[0])[:90]
 # Everything that rows can ask for, in one batch.
 ASKED: list[dict[str, Any]] = [
     {},
@@ -76,7 +78,7 @@ def agree(found: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
 
 
 FEW = [
-    ("llama3-rope", 2, 20),
+    ("llama3-rope", 2, 14),
     ("llama-tied", 4, 6),
     ("qwen3-moe", 4, 6),
     ("phi3", 2, 6),
@@ -87,21 +89,34 @@ FEW = [
     ("mpt", 2, 6),
     ("apertus", 2, 6),
     ("llama4", 2, 6),
-    ("qwen3.5", 2, 20),
+    ("qwen3.5", 2, 14),
     ("qwen3-next", 2, 6),
 ]
 EVERY = [*FEW, *((kind, 2, 6) for kind in KINDS.keys() - {kind for kind, *_ in FEW})]
 
 
+@pytest.fixture(scope="module")
+def of_one(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], tuple[Path, Any, Any]]:
+    """A checkpoint of a kind, settings, and what it answers on one rank."""
+
+    @functools.cache
+    def made(kind: str, max_tokens: int) -> tuple[Path, Any, Any]:
+        folder = tmp_path_factory.mktemp(kind)
+        model = make_checkpoint(kind, folder / "model", vocab_size=250, **fewer(kind))
+        few = {"max_tokens_in_paged_kv_cache": 128, "max_seq_len": 112} if max_tokens > 6 else {}
+        one = start_core(model, **few)
+        expected = served(one, folder, max_tokens)
+        assert bool(one.scheduler.preemptions) == bool(few) and one.scheduler.prompt_tokens_reused
+        return model, few, expected
+
+    return made
+
+
 @pytest.mark.parametrize(("kind", "size", "max_tokens"), some(sorted(EVERY), FEW))
-def test_ranks_give_the_answers_of_one(kind, size, max_tokens, tmp_path, monkeypatch):
+def test_ranks_give_the_answers_of_one(kind, size, max_tokens, of_one, tmp_path, monkeypatch):
     """Of longer answers with so few blocks that one is preempted. 4 ranks hold 2 key and value heads, and a
     vocabulary of 250 leaves the last rank fewer tokens."""
-    model = make_checkpoint(kind, tmp_path / "model", vocab_size=250)
-    few = {"max_tokens_in_paged_kv_cache": 160, "max_seq_len": 128} if max_tokens == 20 else {}
-    one = start_core(model, **few)
-    expected = served(one, tmp_path / "one", max_tokens)
-    assert bool(one.scheduler.preemptions) == bool(few) and one.scheduler.prompt_tokens_reused
+    model, few, expected = of_one(kind, max_tokens)
     agree(served(start_ranks(model, size, monkeypatch, **few), tmp_path / "more", max_tokens), expected)
 
 
@@ -112,7 +127,7 @@ SIZES = {"head_dim": 128, "intermediate_size": 512}  # half of them are whole bl
     ("layout", "kind"),
     [(layout, "llama") for layout in ("ct-dynamic", "ct-static", "modelopt-new", "blocks", "on-load")]
     + [(layout, "qwen3-moe") for layout in ("ct-dynamic", "blocks", "on-load")]
-    + [("blocks", kind) for kind in ("qwen3.5", "qwen3.5-moe", "qwen2-moe")],
+    + [("blocks", kind) for kind in ("qwen3.5-moe", "qwen2-moe")],
 )
 def test_ranks_serve_fp8(layout, kind, tmp_path, monkeypatch):
     checkpoint = make_quantised(layout, kind, tmp_path / "model", ranks=2, **SIZES)
@@ -125,25 +140,13 @@ def test_ranks_serve_fp8(layout, kind, tmp_path, monkeypatch):
     ("kind", "size", "groups"),
     [("qwen3-moe", 4, 2), ("qwen2-moe", 2, 2), ("gpt-oss", 2, 2), ("llama4", 2, 2), ("qwen3.5-moe", 2, 2)],
 )
-def test_ranks_with_whole_experts_give_the_answers_of_one(kind, size, groups, tmp_path, monkeypatch):
+def test_ranks_with_whole_experts_give_the_answers_of_one(kind, size, groups, of_one, tmp_path, monkeypatch):
     """Of 4 ranks, two have a part each of the same experts."""
-    model = make_checkpoint(kind, tmp_path / "model")
-    expected = served(start_core(model), tmp_path / "one", 6)
+    model, _, expected = of_one(kind, 6)
     core = start_ranks(model, size, monkeypatch, expert_groups=groups)
     experts = core.runner.state.model.spec.experts
     assert experts.own == (0, experts.count // groups) and experts.gate_up.experts == experts.own[1]
     agree(served(core, tmp_path / "more", 6), expected)
-
-
-def test_processes_have_whole_experts(tmp_path):
-    model = make_checkpoint("qwen3-moe", tmp_path / "model")
-    with serve(start_core(model), tmp_path / "one") as client:
-        expected = client.generate(PROMPTS, GREEDY)
-    core = start_core(model, tensor_parallel_size=2, expert_parallel_size=2)
-    assert core.runner.state.model.spec.experts.own == (0, 4)
-    with serve(core, tmp_path / "two") as client:
-        assert client.generate(PROMPTS, GREEDY) == expected
-    core.close()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -215,13 +218,10 @@ def test_blocks_of_scales_that_would_be_cut_are_refused(tmp_path):
         config.share(Shard(0, 4))
 
 
-@pytest.fixture(scope="module")
-def bundled() -> Path:
-    return resolve_model_dir("bundled")
-
-
-def test_ranks_as_processes(bundled, tmp_path, monkeypatch, caplog, capfd):
-    """The real thing, with a guide, until one of them is killed; and how its start shows that it goes on."""
+def test_ranks_as_processes(of_one, tmp_path, monkeypatch, caplog, capfd):
+    """The real thing, with whole experts and a guide, until one of them is killed; and how its start shows
+    that it goes on."""
+    model, *_ = of_one("qwen3-moe", 6)
     lost: list[str] = []
     params = [
         SamplingParams(max_tokens=20, temperature=0.7, seed=1),
@@ -229,14 +229,16 @@ def test_ranks_as_processes(bundled, tmp_path, monkeypatch, caplog, capfd):
         SamplingParams(max_tokens=20, temperature=0.0, log_probs=True, repetition_penalty=1.2),
     ]
     prompts = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
-    with serve(start_core(bundled), tmp_path / "one") as client:
+    with serve(start_core(model, tokenizer_dir="bundled"), tmp_path / "one") as client:
         expected = client.generate(prompts, params)
     caplog.set_level(logging.INFO)
     opened = weights._opened
     with monkeypatch.context() as patch:
         patch.setattr(progress, "PROGRESS_S", 0.001)
         patch.setattr(weights, "_opened", lambda path: time.sleep(0.1) or opened(path))
-        core = start_core(bundled, tensor_parallel_size=2, on_loss=lost.append)
+        ranks_of_experts = {"tensor_parallel_size": 2, "expert_parallel_size": 2}
+        core = start_core(model, tokenizer_dir="bundled", on_loss=lost.append, **ranks_of_experts)
+    assert core.runner.state.model.spec.experts.own == (0, 2)
     for line in (r"read \d\.\d\d of 0\.00 GB in 0 s", "found 1 of 2 ranks; not yet 1", "found all 2 ranks"):
         assert any(re.fullmatch(line, record.message) for record in caplog.records), line
     assert "[engine rank 1] INFO read 0.00 GB" in capfd.readouterr().err

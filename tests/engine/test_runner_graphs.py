@@ -10,7 +10,7 @@ import torch
 
 from checkpoints import make_checkpoint
 from engine.graphed import PROMPTS, graphed, replay_graphs
-from engine.harness import serve, shallow_model, start_core
+from engine.harness import fewer, serve, shallow_model, start_core
 from engine.test_adapters import MODULES, make_adapter
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.core.step import StepPlan
@@ -30,7 +30,8 @@ def test_a_runner_with_graphs_gives_the_tokens_of_one_without(
     pieces; with experts, larger ones too."""
     windows, options = feature == "windows", {}
     captures = replay_graphs(monkeypatch)
-    params = [SamplingParams(max_tokens=9 + 2 * i, temperature=0.7 * (i % 2), seed=i) for i in range(12)]
+    more = 2 if feature == "few blocks" else 1  # tokens, so that blocks run out
+    params = [SamplingParams(max_tokens=9 + more * i, temperature=0.7 * (i % 2), seed=i) for i in range(12)]
     params[3].min_tokens, params[3].end_id = 12, 70
     folder, produced = shallow_model(), []
     if feature == "few blocks":
@@ -40,8 +41,8 @@ def test_a_runner_with_graphs_gives_the_tokens_of_one_without(
         changes = {"use_sliding_window": True, "sliding_window": 21, "layer_types": kinds}
         folder = make_checkpoint("qwen3", tmp_path / "model", **changes)
     checkpoints = {"states": "qwen3.5", "states, experts": "qwen3.5-moe", "experts": "qwen3-moe"}
-    if feature in checkpoints:
-        folder = make_checkpoint(checkpoints[feature], tmp_path / "model")
+    if kind := checkpoints.get(feature):
+        folder = make_checkpoint(kind, tmp_path / "model", **fewer(kind))
     pieces: dict[int, int] = {}  # tokens of steps that go in pieces, and with padding
     run = graphs.MixedGraphs.run
 
@@ -101,7 +102,7 @@ def test_steps_with_prompts_and_states_in_graphs(drafts: int, tmp_path: Path, mo
         upload(own, plan, rows, decodes)
 
     monkeypatch.setattr(DeviceState, "upload_rows", noted)
-    folder = make_checkpoint("qwen3.5", tmp_path / "model")
+    folder = make_checkpoint("qwen3.5", tmp_path / "model", **fewer("qwen3.5"))
     options = {"tokens_per_block": 16, "max_num_seqs": 4, "enable_kv_cache_reuse": True}
     if drafts:
         options |= {"speculative_method": "ngram", "max_draft_len": drafts, "min_matching_ngram_size": 1}
@@ -216,7 +217,7 @@ def test_drafts_that_cannot_be_made_behind_a_step_harm_no_request(
 
             core.runner.settle = settled
         with serve(core, tmp_path / name) as client:
-            produced.append(client.generate(PROMPTS[:2], [SamplingParams(max_tokens=30, end_id=-1)] * 2))
+            produced.append(client.generate(PROMPTS[:2], [SamplingParams(max_tokens=16, end_id=-1)] * 2))
             assert not client.failure
     assert failed and "the drafts behind a step failed" in caplog.text
     assert produced[0] == produced[1]

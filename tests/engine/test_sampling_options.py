@@ -124,7 +124,7 @@ def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
 
 def features(prompt: list[int], plain: list[int]) -> dict[str, SamplingParams]:
     """Each feature alone, and all together. plain: what the model would say greedily."""
-    n = 40
+    n = 28
 
     def params(**options: object) -> SamplingParams:
         return SamplingParams(max_tokens=n, **({"temperature": 0.0} | options))  # type: ignore[arg-type]

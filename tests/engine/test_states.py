@@ -11,11 +11,13 @@ from checkpoints import make_checkpoint
 from engine.graphed import replayed
 from engine.harness import serve, start_core
 from engine.test_drafts import Replay
-from engine.test_generate import GREEDY, LONG, reference
+from engine.test_generate import reference
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.engine.start import Core
 
 BLOCK, APART = 16, 64  # tokens of a block, and between two snapshots
+LONG = 20  # tokens of an answer: more than a block has
+GREEDY = SamplingParams(max_tokens=LONG, temperature=0.0)
 SETTINGS = {"max_num_seqs": 4, "check_invariants": True, "tokens_per_block": BLOCK}
 
 
@@ -42,18 +44,18 @@ def test_a_chat_goes_on_from_its_last_turn(folder: Path, tmp_path: Path) -> None
     longer = SamplingParams(max_tokens=60, temperature=0.0)
     with serve(core, tmp_path) as client:
         (answer,) = client.generate([prompt], longer)
-        assert [answer[:LONG]] == reference(folder, [prompt], [answer])
+        assert [answer[:LONG]] == reference(folder, [prompt], [answer], LONG)
         status = client.loop.status()
         assert (status.snapshots, status.snapshots_cached) == (8, 2)
         (again,) = client.generate([prompt], longer)
         assert again == answer and reused(core) == 64
         turn = prompt + answer + [9, 8]
         answers = client.generate([turn], GREEDY)
-        assert answers == reference(folder, [turn], answers)
+        assert answers == reference(folder, [turn], answers, LONG)
         assert reused(core, 64) == 128
         without = prompt + [7] + answer[:30]  # an answer that the client has changed
         answers = client.generate([without], GREEDY)
-        assert answers == reference(folder, [without], answers)
+        assert answers == reference(folder, [without], answers, LONG)
         assert reused(core, 64 + 128) == 64
 
 
@@ -79,7 +81,7 @@ def test_a_state_is_kept_within_a_step(
         assert found == steps
         turns = [[*prompt, 7, 8] for prompt in prompts]
         answers = client.generate(turns, GREEDY)
-        assert answers == reference(folder, turns, answers)
+        assert answers == reference(folder, turns, answers, LONG)
         assert reused(core) == 64 + 96 + 128
 
 
@@ -95,7 +97,7 @@ def test_prompts_that_part_within_another_keep_a_state_there(folder: Path, tmp_p
             answers += client.generate([prompt], GREEDY)
             found.append(reused(core, before))
     assert found == [0, 0, 96]
-    assert answers == reference(folder, prompts, answers)
+    assert answers == reference(folder, prompts, answers, LONG)
 
 
 def test_the_least_recently_used_snapshots_go(folder: Path, tmp_path: Path) -> None:
@@ -113,7 +115,7 @@ def test_the_least_recently_used_snapshots_go(folder: Path, tmp_path: Path) -> N
             client.generate([prompt], once)
             assert reused(core, before) == tokens_found
         answers = client.generate(prompts[:4], GREEDY)
-    assert answers == reference(folder, prompts[:4], answers)
+    assert answers == reference(folder, prompts[:4], answers, LONG)
 
 
 def test_answers_that_are_written_leave_half_of_the_snapshots(folder: Path, tmp_path: Path) -> None:
@@ -144,7 +146,7 @@ def test_sequences_of_one_request_begin_with_the_first_ones_state(folder: Path, 
         before = reused(core)
         answers = [*(client.tokens[i] for i in ids), *client.generate([prompt], GREEDY)]
         assert reused(core, before) == 0
-    assert answers == reference(folder, [prompt], answers[:1]) * 4
+    assert answers == reference(folder, [prompt], answers[:1], LONG) * 4
 
 
 def test_a_preempted_sequence_goes_on_from_a_snapshot(folder: Path, tmp_path: Path) -> None:
@@ -158,7 +160,7 @@ def test_a_preempted_sequence_goes_on_from_a_snapshot(folder: Path, tmp_path: Pa
     with serve(core, tmp_path / "few") as client:
         assert client.generate(prompts, long) == expected
     assert core.scheduler.preemptions and core.scheduler.blocks_reused > blocks
-    assert [each[:LONG] for each in expected] == reference(folder, prompts, expected)
+    assert [each[:LONG] for each in expected] == reference(folder, prompts, expected, LONG)
 
 
 @pytest.mark.parametrize(("spoilt", "graphs"), [(0.3, False), (0.5, True)])
@@ -170,7 +172,7 @@ def test_accepted_drafts_enter_the_state_and_rejected_ones_do_not(
     prompts = [tokens(30 + 15 * seed, seed=seed) for seed in range(6)]
     with serve(start(folder), tmp_path / "plain") as client:
         expected = client.generate(prompts, GREEDY)
-    assert expected == reference(folder, prompts, expected)
+    assert expected == reference(folder, prompts, expected, LONG)
     sequences = [prompt + answer for prompt, answer in zip(prompts, expected, strict=True)]
     proposer = Replay(3, spoilt, sequences)
     few = {"max_tokens_in_paged_kv_cache": 288, "max_seq_len": 192}
