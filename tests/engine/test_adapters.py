@@ -181,7 +181,7 @@ def test_a_4_bit_model_with_all_at_once(ranks: int, tmp_path: Path, monkeypatch:
     few = {"max_num_tokens": 24, "max_num_tokens_while_decoding": 24, "max_tokens_in_paged_kv_cache": 128}
     settings = {"max_num_seqs": 6, "max_seq_len": 160, "speculative_method": "ngram", **few, **ADAPTERS}
     core = start_ranks(checkpoint.folder, ranks, monkeypatch, **settings)
-    kinds, count = [(draw.randrange(4), draw.randrange(3)) for _ in range(20)], 12
+    kinds, count = [(draw.randrange(4), draw.randrange(3)) for _ in range(24)], 14
     with serve(core, tmp_path / "run") as client:
         found = client.generate([prompts[i] for i, _ in kinds], [asks(chosen[j], count) for _, j in kinds])
     assert core.scheduler.preemptions and core.scheduler.prompt_tokens_reused

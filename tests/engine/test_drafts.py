@@ -20,13 +20,13 @@ from flashinfer_backend.speculate.proposer import DraftStep, Slots
 from flashinfer_backend.transport import protocol
 from thinned import some
 
-PROMPTS = [[0, *range(40 + i, 60 + 4 * i)] for i in range(12)]
+PROMPTS = [[0, *range(40 + i, 60 + 5 * i)] for i in range(12)]
 
 
 def parameters() -> list[SamplingParams]:
     """Greedy and sampled ones, alone and with all that sampling can be asked for."""
     params = [
-        SamplingParams(max_tokens=13 + i // 2, temperature=0.8 * (i % 2), seed=2**40 + i, end_id=-1)
+        SamplingParams(max_tokens=16 + i, temperature=0.8 * (i % 2), seed=2**40 + i, end_id=-1)
         for i in range(len(PROMPTS))
     ]
     params[3].max_tokens, params[4].max_tokens = 1, 2
