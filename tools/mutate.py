@@ -40,25 +40,25 @@ WALK = "engine/test_scheduler_walk.py::"
 TESTS = {
     "scheduler": (
         "unit/test_scheduler.py unit/test_request_queue.py unit/test_cache_groups.py "
-        f"{WALK}test_a_broken_manager_is_found {WALK}test_ten_thousand_random_steps"
+        f"{WALK}test_a_broken_manager_is_found {WALK}test_thousands_of_random_steps"
     ),
     "scheduler/draft_pace": "unit/test_draft_pace.py",
     "scheduler/request_queue": (
-        f"unit/test_request_queue.py {WALK}test_ten_thousand_random_steps engine/test_waiting.py"
+        f"unit/test_request_queue.py {WALK}test_thousands_of_random_steps engine/test_waiting.py"
     ),
     "scheduler/invariants": (
-        f"unit/test_invariants.py {WALK}test_a_broken_manager_is_found {WALK}test_ten_thousand_random_steps"
+        f"unit/test_invariants.py {WALK}test_a_broken_manager_is_found {WALK}test_thousands_of_random_steps"
     ),
     "scheduler/kv_cache_manager": (
         "unit/test_cache_groups.py unit/test_scheduler.py engine/test_kv_events.py engine/test_states.py "
-        f"{WALK}test_a_broken_manager_is_found {WALK}test_ten_thousand_random_steps"
+        f"{WALK}test_a_broken_manager_is_found {WALK}test_thousands_of_random_steps"
     ),
     "scheduler/slot_table": (
-        f"unit/test_scheduler.py engine/test_generate.py {WALK}test_ten_thousand_random_steps"
+        f"unit/test_scheduler.py engine/test_generate.py {WALK}test_thousands_of_random_steps"
     ),
     "scheduler/scheduler": (
         "unit/test_scheduler.py unit/test_request_queue.py unit/test_cache_groups.py "
-        f"{WALK}test_ten_thousand_random_steps engine/test_failing_steps.py engine/test_loop.py "
+        f"{WALK}test_thousands_of_random_steps engine/test_failing_steps.py engine/test_loop.py "
         "engine/test_logits_room.py engine/test_waiting.py engine/test_generate.py engine/test_ngram.py "
         "engine/test_states.py engine/test_drafts.py"
     ),

@@ -185,7 +185,7 @@ def test_many_log_probabilities_are_written_in_a_thread(kind: str) -> None:
             threads.append(threading.current_thread() is threading.main_thread())
             return "a" if kind == "completion" else chat_token(b"a")
 
-    served: Any = SimpleNamespace(chat_tokens=Texts(), token_texts=Texts())
+    served: Any = SimpleNamespace(chat_tokens=Texts(), completion_tokens=Texts())
     request = SimpleNamespace(logprobs=20, max_tokens=None)
     reply: Any = SimpleNamespace(_request=request, _served=served, _decoder=decoder)
     for tokens in (1, 100):

@@ -242,7 +242,8 @@ def _with_id(item: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _refers(item: Mapping[str, Any]) -> bool:
     """Whether it stands for a kept item. Its type may be left out."""
-    return item.get("type") == REFERENCE or (item.keys() <= {"id", "type"} and bool(item.get("id")))
+    kind = item.get("type")
+    return kind == REFERENCE or (kind is None and "id" in item and item.keys() <= {"id", "type"})
 
 
 def without_references(served: ServedModel, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
