@@ -155,7 +155,7 @@ def test_a_stop_word_in_a_call(client: openai.OpenAI, word: str) -> None:
 
 
 def test_a_call_that_the_model_does_not_end(client: openai.OpenAI, api: OpenAiServer) -> None:
-    """Nobody should run it."""
+    """No client may take it for a finished call and run the function."""
     said = saying(f"Let me see.\n{CALL[: CALL.index('Ulm') + 2]}")
     content, calls, finish = both(client, tools=[WEATHER], extra_body=said)
     assert (content, calls, finish) == ("Let me see.", [("weather", '{"city": "Ul')], "stop")

@@ -632,7 +632,7 @@ def test_products_of_any_number_of_tokens_are_ahead_and_no_others(
         keys |= {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "quantization_config": kept}
     model = bundled(**keys)
     model = model if format in ("dense", "mxfp4") else model.with_format(format)
-    # Experts have no adapters, and the attention beside them is that of a model without experts.
+    # Adapters do not change experts, and attention is the same with experts and without.
     adapted = experts in (None, (128, 8)) or format == "mxfp4"
     config = replace(CONFIG, max_loras=8) if adapted else CONFIG
 

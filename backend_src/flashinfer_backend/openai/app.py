@@ -327,9 +327,7 @@ class Ending:
 class Guard:
     """Lets only those in who have a key, and no web page that did not ask whether it may."""
 
-    def __init__(
-        self, app: ASGIApp, metrics: Metrics, keys: Sequence[str], origins: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, keys: Sequence[str], origins: Sequence[str]) -> None:
         self._app, self._metrics, self._origins = app, metrics, origins
         self._keys = [_digest(key.encode()) for key in keys]
 

@@ -260,7 +260,7 @@ class Answer:
         self.calls = 0
         self.calls_sent = 0  # of a stream
         self.finish: str | None = None  # why it ended
-        self.stopped_in_call = False  # not by its length: the last call's arguments are not whole
+        self.stopped_in_call = False  # it stopped before the last call's arguments were whole
         self._cut = False  # it ended with the first call
         self._arguments: ValueScanner | None = None  # of the latest call
         self._reasoning: list[str] = []
