@@ -24,7 +24,7 @@ import threading
 import time
 import typing
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -857,16 +857,16 @@ def fuzz(
     return findings
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False, description="Random requests to real servers.")
     parser.add_argument("--requests", type=integer(1), default=100_000, help="to each")
     parser.add_argument("--seed", type=integer(0), default=1)
     parser.add_argument("--first", type=integer(0), default=0, help="number of the first request")
     parser.add_argument("--threads", type=integer(1), default=6)
     parser.add_argument("--minutes", type=positive, default=math.inf, help="at most, for each")
-    parser.add_argument("--API", choices=["triton", "openai", "both"], default="both")
+    parser.add_argument("--api", choices=["triton", "openai", "both"], default="both")
     parser.add_argument("--tool-format", choices=sorted(WRITERS), default="qwen3_coder")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     wrong: list[str] = []
     with tempfile.TemporaryDirectory() as made, contextlib.ExitStack() as stack:

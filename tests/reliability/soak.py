@@ -314,15 +314,15 @@ def report(soak: Soak) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False, description="Mixed traffic, every answer compared.")
     parser.add_argument("--minutes", type=positive, default=30.0)
     parser.add_argument("--seed", type=integer(0), default=1)
     parser.add_argument("--cases", type=integer(1), default=500, help="different requests")
     parser.add_argument("--clients", type=integer(1), default=12)
-    parser.add_argument("--APIs", nargs="+", choices=APIS, default=APIS, help="these alone")
+    parser.add_argument("--apis", nargs="+", choices=APIS, default=APIS, help="these alone")
     parser.add_argument("--samples", type=Path, help="where to write all samples, as JSON lines")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # The server, in a session of its own, ends as well.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The short form of `make soak`: some seconds of mixed traffic, every answer compared."""
 
+import contextlib
 import time
 from pathlib import Path
 
 import pytest
+import soak as program
 from reference import cases
 from running import both_running, build_repository, wait_for
 from soak import APIS, KNOBS, Soak, problems_at_rest, report
@@ -36,3 +38,17 @@ def test_every_answer_is_the_references(tmp_path: Path) -> None:
             assert set(sample.usage) >= {*PARTS, *KEEPERS, "shared memory"}, sample
             assert all(used.memory for used in sample.usage.values()), sample
         assert "| tritonserver |" in report(soak)
+
+
+def test_options_reach_the_traffic(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Begun(Exception):
+        """With what the traffic would begin."""
+
+    def begin(server: object, known: object, seed: int, clients: int, apis: list[str]) -> None:
+        raise Begun(seed, clients, apis)
+
+    monkeypatch.setattr(program, "both_running", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(program, "Soak", begin)
+    with pytest.raises(Begun) as begun:
+        program.main(["--cases", "1", "--seed", "3", "--clients", "2", "--apis", APIS[0]])
+    assert begun.value.args == (3, 2, [APIS[0]])
