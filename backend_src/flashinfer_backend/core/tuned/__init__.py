@@ -26,8 +26,8 @@ SPLIT_BLOCKS = 4096  # output blocks of a split product, at most
 LARGEST_CLUSTER = 8  # blocks that every Hopper GPU runs together
 MOST_ROW_TOKENS = 32  # of ops.blocks_linear
 TEAMS = {16: (1, 2), 64: (1,), 128: (1,)}  # of ops.mxfp4_experts, by the tokens of a tile
-LINE = 150  # characters of a line in a file, at most, where values share one
-SHORT = 24  # characters of an item in a list, up to which items share lines
+LINE = 160  # characters of a line in a file, at most, where values share one
+SHORT = 28  # characters of an item, up to which items share lines
 
 # Under which name a product finds its numbers: queries, keys and values; attention's output; gate and up
 # projections; down projection; logits; betas and decays of a delta net. Products of one role and shape share
@@ -419,22 +419,30 @@ def read(path: Path) -> Tuned:
 
 
 def write(path: Path, tuned: Tuned) -> None:
-    """Write a file that `read` reads and a person can: short lists and objects have a line each."""
-    path.write_text(_text(json.loads(msgspec.json.encode(tuned)), "") + "\n", encoding="utf-8")
+    """Write a file that `read` reads and a person can."""
+    path.write_text(_text(json.loads(msgspec.json.encode(tuned))) + "\n", encoding="utf-8")
 
 
-def _text(value: Any, indent: str) -> str:
-    line = json.dumps(value)
-    if len(indent) + len(line) <= LINE or not isinstance(value, dict | list):
+def _text(value: Any, opening: str = "", indent: str = "") -> str:
+    """`opening` and the value, on one line if it has room. Else short items share lines, and a long one
+    behind short ones begins on their line; of others each has its own."""
+    line = opening + json.dumps(value)
+    if len(indent) + len(line) <= LINE or not value or not isinstance(value, dict | list):
         return line
     deeper = indent + "  "
-    if isinstance(value, dict):
-        parts = [f"{deeper}{json.dumps(key)}: {_text(item, deeper)}" for key, item in value.items()]
-    elif all(len(json.dumps(item)) <= SHORT for item in value):
-        words = ", ".join(json.dumps(item).replace(" ", "\0") for item in value)  # breaks between items alone
-        parts = textwrap.wrap(words, LINE, initial_indent=deeper, subsequent_indent=deeper)
-        return "[\n" + "\n".join(parts).replace("\0", " ") + f"\n{indent}]"
-    else:
-        parts = [deeper + _text(item, deeper) for item in value]
     begin, end = "{}" if isinstance(value, dict) else "[]"
-    return f"{begin}\n" + ",\n".join(parts) + f"\n{indent}{end}"
+    if isinstance(value, dict):
+        items = [(f"{json.dumps(key)}: ", item) for key, item in value.items()]
+    else:
+        items = [("", item) for item in value]
+    *first, last = [name + json.dumps(item) for name, item in items]
+    if any(len(each) > SHORT for each in first):
+        inside = ",\n".join(deeper + _text(item, name, deeper) for name, item in items)
+    elif len(last) > SHORT:
+        name, item = items[-1]
+        return _text(item, opening + begin + ", ".join([*first, name]), indent) + end
+    else:
+        words = ", ".join(each.replace(" ", "\0") for each in (*first, last))  # breaks between items alone
+        lines = textwrap.wrap(words, LINE, initial_indent=deeper, subsequent_indent=deeper)
+        inside = "\n".join(lines).replace("\0", " ")
+    return f"{opening}{begin}\n{inside}\n{indent}{end}"
