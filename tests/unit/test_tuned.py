@@ -2,6 +2,7 @@
 """Tuned numbers: the files, what is chosen by them, and devices without one."""
 
 import hashlib
+import json
 import re
 from itertools import product
 
@@ -162,8 +163,70 @@ def test_files_are_as_they_would_be_written(path, tmp_path):
     numbers = tuned.read(path)
     assert path.stem in (tuned.FALLBACK, tuned.slug(numbers.device))
     assert set(numbers.gated_linear.wave_us) <= set(gated_linear.TILES)
-    tuned.write(tmp_path / "copy.json", numbers)
-    assert (tmp_path / "copy.json").read_text() == path.read_text()
+    copy = tmp_path / "copy.json"
+    tuned.write(copy, numbers)
+    assert tuned.read(copy) == numbers
+    own = json.loads(path.read_text())
+    assert (tuned._text(own) + "\n" if "like" in own else copy.read_text()) == path.read_text()
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_file_that_builds_on_another_repeats_none_of_it(path):
+    own = json.loads(path.read_text())
+    if "like" not in own:
+        return
+    other = json.loads((tuned.FOLDER / f"{own['like']}.json").read_text())
+    for name, section in own.items():
+        assert section != other.get(name)
+        if isinstance(section, dict) and name != "measured":
+            assert not [key for key in section if key in other[name] and section[key] == other[name][key]]
+
+
+def test_a_file_can_build_on_another(h200, tmp_path):
+    """By role and key, and what is empty takes away."""
+    own = {
+        "device": "NVIDIA X", "measured": {"by": "hand"}, "like": "nvidia-h200", "int4": {},
+        "fp8_gated_linear": None, "scheduling": {"slow_step_ms": 9}, "linear_fp8": {"head": []},
+        "linear": {"qkv": [{"shape": None, "steps": [[8, {"tokens": 16, "rows": 64, "inner": 64}]]}]},
+        "linear_adapted": {"o": [{"shape": None, "steps": []}]},
+    }  # fmt: skip
+    path = tmp_path / "nvidia-x.json"
+    path.write_text(json.dumps(own))
+    assert tuned.read(path) == replace(
+        h200, device="NVIDIA X", measured={"by": "hand"}, int4={}, fp8_gated_linear=None,
+        scheduling=replace(h200.scheduling, slow_step_ms=9),
+        linear_fp8=h200.linear_fp8 | {"head": ()},
+        linear=h200.linear | {"qkv": entries((8, Tiling(16, 64, 64)))},
+        linear_adapted={"o": entries()},
+    )  # fmt: skip
+    for name in ("device", "measured"):
+        path.write_text(json.dumps({key: value for key, value in own.items() if key != name}))
+        with pytest.raises(ValueError, match=f"missing required field `{name}`"):
+            tuned.read(path)
+
+
+def test_a_file_cannot_build_on_itself_or_on_none(tmp_path, monkeypatch):
+    one, two = tmp_path / "nvidia-1.json", tmp_path / "nvidia-2.json"
+    whole = (tuned.FOLDER / "nvidia-h200.json").read_text()
+    monkeypatch.setattr(tuned, "FOLDER", tmp_path)
+    (tmp_path / "nvidia-h200.json").write_text(whole)
+
+    def refused(path, like, said):
+        path.write_text(json.dumps({"device": "NVIDIA 1", "measured": {}, "like": like}))
+        with pytest.raises(ValueError, match=re.escape(said)) as error:
+            tuned.read(one)
+        assert str(error.value).startswith(f"{one}: ")
+
+    two.write_text(whole)
+    refused(one, "nvidia-1", "like should be one of nvidia-2, nvidia-h200, not nvidia-1")
+    refused(one, ["nvidia-2"], "like should be one of nvidia-2, nvidia-h200, not ['nvidia-2']")
+    refused(one, "nvidia-3", "not nvidia-3")
+    refused(one, "../nvidia-2", "not ../nvidia-2")
+    one.write_text(json.dumps({"device": "NVIDIA 1", "measured": {}, "like": "nvidia-2"}))
+    refused(two, "nvidia-1", f"{two}: like should be one of nvidia-h200, not nvidia-1")
+    two.write_text(whole.replace("filled_step", "filled_steps"))
+    with pytest.raises(ValueError, match=f"{one}: {two}: Object .* `filled_steps`"):
+        tuned.read(one)
 
 
 @pytest.mark.parametrize(

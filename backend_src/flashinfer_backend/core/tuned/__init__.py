@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers that depend on the GPU: one JSON file a device next to this module, and one for all others.
 
-A file holds a `Tuned`. Its name is the device's, as `slug` writes it: nvidia-h200.json is for "NVIDIA H200".
+A file holds a `Tuned`, or says with "like" which other file has what it leaves out. Its name is the device's,
+as `slug` writes it: nvidia-h200.json is for "NVIDIA H200".
 `python -m flashinfer_backend.tune` measures and writes one; docs/tuning.md tells how. fallback.json is for
 unmeasured devices: it takes cuBLAS for products in 16 bits and in e4m3 with scales by row.
 
@@ -412,10 +413,34 @@ def fallback() -> Tuned:
 
 def read(path: Path) -> Tuned:
     """Raises OSError, or ValueError naming the file and what is wrong in it."""
+    return _read(path, ())
+
+
+def _read(path: Path, above: tuple[Path, ...]) -> Tuned:
+    """above: the files that build on this one."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Tuned)
+        sections = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        if "like" in sections:
+            like = sections.pop("like")
+            others = sorted(file.stem for file in FOLDER.glob("*.json") if file not in (path, *above))
+            if like not in others:  # a circle of files is refused too
+                raise ValueError(f"like should be one of {', '.join(others)}, not {like}")
+            sections = _over(_read(FOLDER / f"{like}.json", (path, *above)), sections)
+        return msgspec.convert(sections, Tuned, str_keys=True)
     except ValueError as error:  # also msgspec's
         raise ValueError(f"{path}: {error}") from None
+
+
+def _over(other: Tuned, own: dict[str, Any]) -> dict[str, Any]:
+    """A file's own sections over those of another. Of a section that both have, the roles or keys of the file
+    replace the other's; an empty one empties the section."""
+    base = msgspec.to_builtins(other, str_keys=True)
+    del base["device"], base["measured"]  # which a file says of itself
+    for name, section in own.items():
+        before = base.get(name)
+        merged = section and isinstance(section, dict) and isinstance(before, dict)
+        base[name] = before | section if merged else section
+    return base
 
 
 def write(path: Path, tuned: Tuned) -> None:
