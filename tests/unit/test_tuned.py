@@ -125,9 +125,13 @@ def test_the_cuda_kernel_of_blocks_takes_few_tokens_of_whole_tiles(h200):
         assert tilings.choose_rows("down", 1, 5120, 6144) is None  # not in the table
         assert tilings.choose_rows("o", 1, 5120 + 128, 6144) is None  # tiles of 256 rows
         assert tilings.choose_rows("o", 1, 5120, 256) is None  # two blocks for three parts
-    for fields, said in (({"groups": 3}, "2 or 4, not 3"), ({"split": 9}, "1 to 8, not 9")):
-        with pytest.raises(ValueError, match=said):
-            RowTile(**fields)
+    for fields, said in (
+        ({"groups": 3}, "Invalid enum value 3"),
+        ({"split": 9}, "Expected `int` <= 8"),
+        ({"split": 0}, "Expected `int` >= 1"),
+    ):
+        with pytest.raises(msgspec.ValidationError, match=said):
+            msgspec.convert(fields, RowTile)
     for limit in (64, None):
         with pytest.raises(ValueError, match="for at most 32 tokens"):
             replace(h200, blocks_linear={"o": entries((limit, tile))})
@@ -241,7 +245,9 @@ def test_a_file_cannot_build_on_itself_or_on_none(tmp_path, monkeypatch):
          "linear.qkv should have one entry a shape"),
         ('"block": 64', '"block": 48', "block should be a power of two of at least 16, not 48"),
         ('"prefetch": 16', '"prefetch": 24', "prefetch should be a power of two of at least 0, not 24"),
-        ('"programs_per_sm": 2', '"programs_per_sm": 0', "programs_per_sm should be at least 1, not 0"),
+        ('"programs_per_sm": 2', '"programs_per_sm": 0', "Expected `int` >= 1 - at .*programs_per_sm"),
+        ('"stages": 3, "warps": 2, "prefetch": 16', '"stages": 0, "warps": 2, "prefetch": 16',
+         "Expected `int` >= 1 - at .*stages"),
         ('"qkv"', '"wide"', "keys of linear should be qkv, .*, not wide"),
         ('"16 bits"', '"8 bits"', "keys of cublas should be 16 bits, not 8 bits"),
         ('"filled_step"', '"filled_steps"', "filled_steps"),

@@ -3,7 +3,7 @@
 here needs a GPU."""
 
 import itertools
-from typing import Any
+from typing import Any, get_args
 
 from msgspec.structs import replace
 
@@ -17,6 +17,7 @@ from flashinfer_backend.core.tuned import (
     ExpertTile,
     Int4Tile,
     Role,
+    RowGroups,
     RowTile,
     Scales,
     Shape,
@@ -224,7 +225,7 @@ def row_tiles(shape: Shape) -> list[RowTile]:
     """Tiles of the CUDA kernel with which at least two fifths of the SMs read weights, and splits for two
     blocks an SM at most."""
     found = []
-    for groups, split in itertools.product((2, 4), (1, 2, 3, 4, 6, 8)):
+    for groups, split in itertools.product(get_args(RowGroups), (1, 2, 3, 4, 6, 8)):
         tile, blocks = RowTile(groups, split), shape[0] // (64 * groups) * split
         if tile.fits(shape) and blocks >= SMS * 2 // 5 and (split == 1 or blocks <= 2 * SMS):
             found.append(tile)

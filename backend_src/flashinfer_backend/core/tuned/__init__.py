@@ -40,6 +40,9 @@ GATED: Role = "gate_up"  # whose rows are a gate's and as many of what it multip
 Shape = tuple[int, int]  # weight [N, K]
 # Of a weight: 16 bits have none; e4m3 has one for each row, or each block of 128x128; else the 4-bit format.
 Scales = Literal["none", "rows", "blocks", "mxfp4", "int4"]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+ClusterSplit = Annotated[int, msgspec.Meta(ge=1, le=LARGEST_CLUSTER)]  # blocks of a cluster
+RowGroups = Literal[2, 4]
 
 
 class _Data(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -106,18 +109,12 @@ class BlockTile(_Data, frozen=True, omit_defaults=True):
 class RowTile(_Data, frozen=True, omit_defaults=True):
     """How ops.blocks_linear cuts up one product.
 
-    groups: how many sets of 64 weight rows a block of threads multiplies at a time, 2 or 4. split: blocks of
-    a cluster, 1 to 8, which share the inner dimension of a tile.
+    groups: how many sets of 64 weight rows a block of threads multiplies at a time. split: blocks of a
+    cluster, which share the inner dimension of a tile.
     """
 
-    groups: int = 2
-    split: int = 1
-
-    def __post_init__(self) -> None:
-        if self.groups not in (2, 4):
-            raise ValueError(f"groups of a tile should be 2 or 4, not {self.groups}")
-        if not 1 <= self.split <= LARGEST_CLUSTER:
-            raise ValueError(f"split of a tile should be 1 to {LARGEST_CLUSTER}, not {self.split}")
+    groups: RowGroups = 2
+    split: ClusterSplit = 1
 
     def fits(self, shape: Shape) -> bool:
         """Whether weight[N, K] divides into such tiles."""
@@ -130,7 +127,7 @@ class Int4Tile(_Data, frozen=True):
 
     tokens: rows of x in a tile, 8 to 64. warp_rows: weight rows of a warp, 32 or 64; row_warps: warps with
     other rows that share the copies of x. teams: groups of such warps in a block of threads, which share
-    the inner dimension; split: blocks of a cluster, 1 to 8, which also share it. stages: depth of the load
+    the inner dimension; split: blocks of a cluster, which also share it. stages: depth of the load
     pipeline, 2 to 5. ops.int4_linear.TILES lists which tokens, warp_rows and row_warps there are together.
     """
 
@@ -138,12 +135,8 @@ class Int4Tile(_Data, frozen=True):
     warp_rows: int
     row_warps: int
     teams: int
-    split: int
+    split: ClusterSplit
     stages: int
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.split <= LARGEST_CLUSTER:
-            raise ValueError(f"split of a tile should be 1 to {LARGEST_CLUSTER}, not {self.split}")
 
     def fits(self, shape: Shape) -> bool:
         """Whether weight[N, K] divides into such tiles."""
@@ -257,18 +250,15 @@ class DecodeAttention(_Data, frozen=True, omit_defaults=True):
     """
 
     block: int
-    stages: int
+    stages: Positive
     warps: int
     prefetch: int
     merge: int
-    programs_per_sm: int
+    programs_per_sm: Positive
     registers: int | None = None
 
     def __post_init__(self) -> None:
         self._check_powers(block=16, warps=1, merge=1, prefetch=0)
-        for name in ("stages", "programs_per_sm"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} should be at least 1, not {getattr(self, name)}")
 
 
 class PromptAttention(_Data, frozen=True):
