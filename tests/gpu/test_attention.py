@@ -24,13 +24,7 @@ STEPS = {
 }
 
 
-# XQA's modules of other groups than four heads would be compiled at first use.
-CASES = [
-    (heads, kv_heads, backend)
-    for backend in ("fa2", "xqa", "triton", "auto")
-    for heads, kv_heads in HEADS
-    if backend != "xqa" or heads // kv_heads == 4
-]
+CASES = [(heads, kv_heads, backend) for backend in ("fa2", "triton", "auto") for heads, kv_heads in HEADS]
 
 
 @pytest.mark.parametrize("heads, kv_heads, backend", CASES)

@@ -44,7 +44,6 @@ def test_modules_follow_from_checkpoint_knobs_and_gpu():
     common = {"sampling", "norm", "silu", "fa2"}
     assert kinds() == common | {"fa3", "gated_linear"}
     assert kinds((10, 0)) == kinds((12, 0)) == common
-    assert kinds(attention_backend="xqa") == kinds() | {"xqa"}
     assert kinds(kv_cache_dtype="fp8_e4m3") == kinds()  # FA3 over copies
     assert kinds(tensor_parallel_size=2) == kinds() | {"all_reduce"}
     assert kinds(attention_backend="torch") == kinds(dtype=torch.float32) == {"sampling"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashInfer's paged attention modules, called beneath their wrappers, and XQA.
+"""FlashInfer's paged attention modules, called beneath their wrappers.
 
 The wrappers' plan() reads lengths with Python's max() and allocates; the module's plan takes tens of
 microseconds and never synchronises. Its argument list is private to FlashInfer 0.6.18.
@@ -24,7 +24,6 @@ from flashinfer_backend.attention.triton_sinks import apply_sinks
 
 FLOAT_WORKSPACE = 1 << 30  # bytes; FA2's partial results for graphs of 1024 rows
 INT_WORKSPACE = 8 << 20
-_XQA_SEMAPHORES = 8 << 20
 _NON_CAUSAL, _CAUSAL, _NHD = 0, 1, 0
 # FA3's tiles over the paged cache, queries x tokens, by head_dim: those that FlashInfer's templates name, and
 # those that replace them. Its 32 tokens of heads of 256 make the tensor cores wait for shared memory.
@@ -143,7 +142,7 @@ def batch_spec(
 
 
 class PagedCalls:
-    """plan and run of the modules "fa2" and "fa3" for decode (causal False) and prefill rows; xqa.
+    """plan and run of the modules "fa2" and "fa3" for decode (causal False) and prefill rows.
 
     window: the latest tokens that a token sees; None: all. soft_cap: whether scores have one. variants: of
     layers; None is the usual one. like: calls of the same device that run one after another with these, and
@@ -167,7 +166,6 @@ class PagedCalls:
             self._float_workspace = like._float_workspace
         # Decode and prefill plans of one step are alive together.
         self._int_workspace = torch.empty(2, INT_WORKSPACE, dtype=torch.uint8, device=device)
-        self._semaphores = torch.zeros(_XQA_SEMAPHORES, dtype=torch.uint8, device=device)
         self._modules: dict[tuple[str, Variant | None], Any] = {}
 
     def load(self, backends: list[str]) -> None:
@@ -246,19 +244,6 @@ class PagedCalls:
             out.mul_(v_scale)
         if lse is not None and scores.sinks is not None:
             apply_sinks(out, lse, scores.sinks, metadata.qo_indptr(rows))
-
-    def xqa(
-        self, q: Tensor, cache: tuple[Tensor, Tensor], out: Tensor, metadata: PagedMetadata, rows: int
-    ) -> None:
-        """Decode rows q[rows, Hq, D] through TensorRT-LLM's kernel, which needs no plan."""
-        from flashinfer.xqa import xqa
-
-        xqa(
-            q.unsqueeze(1), *cache, metadata.table(rows),
-            metadata.kv_lens(rows).view(torch.uint32).unsqueeze(1), out.unsqueeze(1), self._float_workspace,
-            self._semaphores.view(torch.uint32), self._shape.num_kv_heads, self._shape.block_size,
-            enable_pdl=True,
-        )  # fmt: skip
 
     def _module(self, backend: str, variant: Variant | None) -> Any:
         backend = "fa3" if backend == "copied" else backend  # which has both kernels

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over the paged cache: FlashInfer's FA2, FA3 and XQA, and the Triton decode kernel.
+"""Attention over the paged cache: FlashInfer's FA2 and FA3, and the Triton decode kernel.
 
 Decode rows (one query token) and prefill rows of a step are two kernel calls per layer, each over its own
 slice of `q` and `out`.
@@ -43,8 +43,8 @@ class FlashInferAttention:
     cache: of bfloat16, float16 or e4m3, on a CUDA device; num_heads: query heads. dtype: of queries, if the
     cache's is another.
     max_num_seqs: most rows in a step. max_blocks_per_seq: columns of the block table.
-    decode_backend: FlashInfer's "fa2" or "xqa" (blocks of 16, 32, 64 or 128 tokens), the "triton" kernel
-    next to this file, or "auto", which takes what measured faster (docs/notes/performance-notes.md).
+    decode_backend: FlashInfer's "fa2", the "triton" kernel next to this file, or "auto", which takes what
+    measured faster (docs/notes/performance-notes.md).
     most_drafts: by the number of decode rows of a step, how many drafts each of them checks at most; only the
     Triton kernel checks any.
     copied_blocks: how many blocks the prompts of a step may read for FA3 over copies in the type of queries
@@ -199,18 +199,15 @@ class FlashInferAttention:
     def plan_decode(
         self, backend: str, kv_lens: np.ndarray, slots: np.ndarray, block_table: Tensor, bucket: int = 0
     ) -> Call:
-        """Upload lengths and blocks of decode rows; bucket > 0 pads to that many rows for a graph of FA2 or
-        XQA."""
+        """Upload lengths and blocks of decode rows; bucket > 0 pads to that many rows for a graph of FA2."""
         rows = bucket or len(slots)
         if backend == "triton":
             items = self.items[: self.max_items(rows)]
             self.plan_items(kv_lens, slots, items)
             return Call(backend, rows, None, items, block_table)
         entry = self._decode.upload(None, kv_lens, slots, rows)
-        self._decode.gather(block_table, entry, packed=backend == "fa2")
-        info = None
-        if backend == "fa2":
-            info = self._calls.plan("fa2", False, entry, rows, rows, bucket > 0)
+        self._decode.gather(block_table, entry)
+        info = self._calls.plan("fa2", False, entry, rows, rows, bucket > 0)
         self._ring.release(entry)
         return Call(backend, rows, info)
 
@@ -220,8 +217,6 @@ class FlashInferAttention:
         if call.backend == "fa2":
             where, how = (q, cache, out, self._decode, rows), self._scores[layer]
             self._calls.run("fa2", False, call.info, *where, scales, scores=how)
-        elif call.backend == "xqa":
-            self._calls.xqa(q, cache, out, self._decode, rows)
         else:
             assert call.items is not None and call.table is not None
             how, shared = self._scores[layer], call.shared
@@ -315,7 +310,7 @@ class FlashInferAttention:
         if behind is not None:
             kv_lens = kv_lens - behind * self._prefill.block_size
         entry = self._prefill.upload(q_lens, kv_lens, slots, rows, first, behind)
-        self._prefill.gather(block_table, entry, packed=True)
+        self._prefill.gather(block_table, entry)
         starts = None
         if backend == "copied":
             assert self._copies is not None
@@ -331,7 +326,7 @@ class FlashInferAttention:
 
         Prompts occupy few SMs for long, decode rows all SMs for a short time. Together they take little
         longer than one of them alone. Steps of few tokens have products that start before the kernel before
-        them has ended, which works along one stream only. FA2 and XQA share a workspace with FA2 of prompts.
+        them has ended, which works along one stream only. FA2 shares its workspace with prompts of FA2.
         """
         main = torch.cuda.current_stream()
         serial = tokens <= device.active().prompt_attention.serial_tokens or self.decode_backend != "triton"
@@ -389,9 +384,9 @@ class DecodeGraphState:
 
     block_table, words and lengths are device tensors whose addresses the graph keeps. The Triton kernel reads
     table and lengths while the graph runs, and of the step's upload the graph_words that `plan` writes to
-    `host`: the caller copies them to `words`, before the capture too. FA2 and XQA have no such words, nor
-    several tokens a row; `plan` copies what they need, and the blocks that the table has by then. Of
-    shape.shared, what the batch's rows share is read by a kernel of its own before each layer's.
+    `host`: the caller copies them to `words`, before the capture too. FA2 has no such words, nor several
+    tokens a row; `plan` copies what it needs, and the blocks that the table has by then. Of shape.shared,
+    what the batch's rows share is read by a kernel of its own before each layer's.
     """
 
     def __init__(
@@ -436,7 +431,7 @@ class DecodeGraphState:
         call = self._attention.plan_decode(
             self._call.backend, batch.kv_lens, batch.slots, batch.block_table, self._shape.rows
         )
-        if call.info is not None and list(call.info) != list(self._call.info):
+        if list(call.info) != list(self._call.info):
             raise RuntimeError("FlashInfer's plan no longer matches the captured graph; capture it again")
         return True
 

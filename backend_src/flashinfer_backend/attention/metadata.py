@@ -26,9 +26,7 @@ def _gather_blocks(
     behind,
     out,
     table_stride,
-    out_stride,
     BLOCK_SIZE: tl.constexpr,
-    PACKED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -38,10 +36,7 @@ def _gather_blocks(
     valid = index < blocks
     column = index + tl.load(behind + row)
     block = tl.load(table + slot * table_stride + column, mask=valid & (slot >= 0), other=0)
-    if PACKED:
-        start = tl.load(kv_indptr + row).to(tl.int64)
-    else:
-        start = row.to(tl.int64) * out_stride
+    start = tl.load(kv_indptr + row).to(tl.int64)
     tl.store(out + start + index, block, mask=valid)
 
 
@@ -96,7 +91,7 @@ class PagedMetadata:
 
     One int32 buffer of equal segments, filled by one copy: qo_indptr, kv_indptr (in blocks), last_page_len,
     kv_lens, slots, and how many blocks of the slots lie behind a window. `indices` holds the rows' blocks,
-    packed by kv_indptr (FA2, FA3) or as a table of max_blocks columns (XQA).
+    packed by kv_indptr.
     """
 
     def __init__(
@@ -152,13 +147,12 @@ class PagedMetadata:
         self._rows = rows
         return entry
 
-    def gather(self, block_table: Tensor, entry: PinnedEntry, packed: bool) -> None:
+    def gather(self, block_table: Tensor, entry: PinnedEntry) -> None:
         """Write the uploaded rows' blocks from block_table[slots, columns] (int32) to `indices`."""
         _gather_blocks[(self._rows, triton.cdiv(entry.max_blocks, _GATHERED))](
             block_table, self._device[4 * self._segment :], self._device[3 * self._segment :],
             self._device[self._segment :], self._device[5 * self._segment :], self.indices,
-            block_table.stride(0), self.max_blocks, BLOCK_SIZE=self.block_size, PACKED=packed,
-            COLUMNS=_GATHERED, num_warps=2,
+            block_table.stride(0), BLOCK_SIZE=self.block_size, COLUMNS=_GATHERED, num_warps=2,
         )  # fmt: skip
 
     def _part(self, index: int, length: int) -> Tensor:
@@ -172,10 +166,3 @@ class PagedMetadata:
 
     def last_page_len(self, rows: int) -> Tensor:
         return self._part(2, rows)
-
-    def kv_lens(self, rows: int) -> Tensor:
-        return self._part(3, rows)
-
-    def table(self, rows: int) -> Tensor:
-        """[rows, max_blocks] int32; columns past a row's blocks hold stale block numbers."""
-        return self.indices[: rows * self.max_blocks].view(rows, self.max_blocks)

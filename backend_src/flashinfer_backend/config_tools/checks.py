@@ -153,7 +153,7 @@ def _check_device(values: dict[str, str], model: ModelSpec | None, problems: lis
     backend, dtype = values["attention_backend"], values["dtype"]
     graphs = values["cuda_graph_batch_sizes"]
     if values["device"] == "cpu":
-        if backend in ("fa2", "xqa", "triton"):
+        if backend in ("fa2", "triton"):
             problems.append(
                 f"attention_backend={backend} needs a GPU: with device=cpu it should be torch or auto"
             )
@@ -167,7 +167,7 @@ def _check_device(values: dict[str, str], model: ModelSpec | None, problems: lis
     in_fp8 = model is not None and model.format.startswith("fp8")
     if values["device"] == "cuda" and backend != "torch" and in_fp8 and dtype in ("float16", "float32"):
         problems.append(f"dtype={dtype}: weights in FP8 need dtype=bfloat16 or auto on a GPU")
-    kernels = backend in ("fa2", "xqa", "triton")
+    kernels = backend in ("fa2", "triton")
     if kernels and dtype == "float32":
         problems.append(
             f"attention_backend={backend} computes in bfloat16 or float16: dtype=float32 needs "

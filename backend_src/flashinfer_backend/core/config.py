@@ -63,9 +63,9 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     )] = "auto"
     device: Annotated[Literal["auto", "cuda", "cpu"], Setting(
         "where the engine runs; auto = a GPU if there is one")] = "auto"
-    attention_backend: Annotated[Literal["auto", "fa2", "xqa", "triton", "torch"], Setting(
-        "attention of decode steps: FlashInfer's fa2 or xqa, this project's Triton kernel, or plain torch for"
-        " all steps; auto = the fastest measured one on a GPU, torch on a CPU")] = "auto"
+    attention_backend: Annotated[Literal["auto", "fa2", "triton", "torch"], Setting(
+        "attention of decode steps: FlashInfer's fa2, this project's Triton kernel, or plain torch for all"
+        " steps; auto = the fastest measured one on a GPU, torch on a CPU")] = "auto"
     speculative_method: Annotated[Literal["none", "ngram", "eagle3", "mtp"], Setting(
         "how drafts are made: guessed tokens, of which a step checks several at once; answers stay the same."
         " ngram = what followed the last tokens earlier; eagle3 = the head in draft_model; mtp = the"
@@ -124,7 +124,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     # KV cache.
     kv_cache_dtype: Annotated[Literal["auto", "fp8_e4m3"], Setting(
         "elements of the KV cache; auto = dtype; fp8_e4m3 = 8 bits, with the checkpoint's scales or 1, and"
-        " twice the tokens. Not with attention_backend=xqa")] = "auto"
+        " twice the tokens")] = "auto"
     tokens_per_block: Annotated[Literal[16, 32, 64], Setting(
         "tokens of a block of the KV cache, the unit of prefix reuse")] = 16
     kv_cache_free_gpu_mem_fraction: Annotated[float, Setting(
@@ -350,11 +350,6 @@ def contradictions(config: EngineConfig, longest_seq_len: int) -> list[str]:
             f"enable_chunked_context=false needs max_num_tokens={budget} to be at least {max_input_len}, "
             f"since a prompt of {input_len} tokens has to fit one step; or set a smaller max_input_len"
         )
-    if config.attention_backend == "xqa" and config.kv_cache_dtype != "auto":
-        problems.append(
-            f"attention_backend=xqa has one scale for keys and values: with kv_cache_dtype="
-            f"{config.kv_cache_dtype} it should be auto, triton or fa2"
-        )
     for name in ("kv_events_endpoint", "kv_events_replay_endpoint"):
         endpoint = getattr(config, name)
         if endpoint != "none" and not re.fullmatch(r"tcp://\S+:[0-9]{1,5}", endpoint):
@@ -386,10 +381,10 @@ def _draft_contradictions(config: EngineConfig) -> list[str]:
             f"min_matching_ngram_size={config.min_matching_ngram_size} should be at most "
             f"max_matching_ngram_size={config.max_matching_ngram_size}"
         )
-    if method != "none" and config.attention_backend in ("fa2", "xqa"):
+    if method != "none" and config.attention_backend == "fa2":
         problems.append(
-            f"attention_backend={config.attention_backend} takes lengths from the host, which learns late "
-            f"how many drafts were accepted: with speculative_method={method} it should be auto"
+            "attention_backend=fa2 takes lengths from the host, which learns late how many drafts were "
+            f"accepted: with speculative_method={method} it should be auto"
         )
     return problems
 

@@ -22,7 +22,7 @@ def choose_device(config: EngineConfig, shard: Shard) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is cuda, but torch sees no CUDA device; use device=cpu or auto")
-    if name == "cpu" and config.attention_backend in ("fa2", "xqa", "triton"):
+    if name == "cpu" and config.attention_backend in ("fa2", "triton"):
         raise ValueError(
             f"attention_backend {config.attention_backend} needs a CUDA device; use auto or torch"
         )
@@ -68,7 +68,7 @@ def choose_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) ->
 def check_cuda_formats(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> None:
     """Raise ValueError for formats that the CUDA kernels do not compute."""
     slow = "attention_backend=torch computes it, slowly"
-    if config.attention_backend in ("fa2", "xqa", "triton"):
+    if config.attention_backend in ("fa2", "triton"):
         _check_scores(config, spec)
     for dim in {mixer.head_dim for mixer in spec.attentions}.difference(GPU_HEAD_DIMS):
         raise ValueError(
@@ -111,10 +111,8 @@ def _check_scores(config: EngineConfig, spec: ModelSpec) -> None:
         "sinks": any(mixer.sinks for mixer in mixers),
     }
     if config.attention_backend == "triton":
-        found = {}
-    if config.attention_backend != "fa2":
         variants = {mixer.variant for mixer in mixers if mixer.variant}
-        found |= {f"attention of the kind {variant}": True for variant in variants}
+        found = {f"attention of the kind {variant}": True for variant in variants}
     for name in (name for name, there in found.items() if there):
         raise ValueError(
             f"attention_backend {config.attention_backend} has no {name} as this checkpoint has them: set"

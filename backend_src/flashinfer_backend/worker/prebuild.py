@@ -48,7 +48,7 @@ Kind = str  # fa2 and fa3 are followed by options: fa2_window_cap, fa2_alibi
 # By how long a file of a module takes (290 to 3 s): what takes longest begins first.
 LONGEST_FIRST = (
     "all_reduce", "fa3", "sampling", "gated_linear", "int4_linear", "norm", "gated_linear_fp8", "fa2",
-    "mxfp4_experts", "blocks_linear", "delta_rows", "silu", "gelu_tanh", "xqa",
+    "mxfp4_experts", "blocks_linear", "delta_rows", "silu", "gelu_tanh",
 )  # fmt: skip
 ACTIVATIONS: tuple[Kind, ...] = ("silu", "gelu_tanh")  # with modules of their own
 ONE_VARIANT = {"blocks_linear": blocks_linear, "mxfp4_experts": mxfp4_experts, "delta_rows": delta_rows}
@@ -103,8 +103,6 @@ def needed(
     nets = {(net.key_dim, net.value_dim, net.kernel) for net in model.delta_nets}
     if capability == (9, 0) and delta_rows.SIZES in nets and 1 + config.drafts <= delta_rows.MOST:
         kinds.add("delta_rows")
-    if config.attention_backend == "xqa":
-        kinds.add("xqa")
     if config.tensor_parallel_size > 1:
         kinds.add("all_reduce")
     return kinds
@@ -250,7 +248,6 @@ def _lowest_capability() -> tuple[int, int]:
 def _spec(kind: Kind, model: ModelSpec, config: EngineConfig, dtype: torch.dtype) -> Any:
     """FlashInfer's description of how the module is built."""
     from flashinfer.jit import gen_act_and_mul_module, norm, sampling
-    from flashinfer.jit.xqa import gen_xqa_module
 
     if kind == "sampling":
         return sampling.gen_sampling_module()
@@ -270,10 +267,6 @@ def _spec(kind: Kind, model: ModelSpec, config: EngineConfig, dtype: torch.dtype
         format = FORMATS[_int4_format(model) or ""]
         assert isinstance(format, Int4)
         return int4_linear.spec(dtype, int4_linear.parts_of(format.group), format.zeros)
-    heads = model.attention
-    if kind == "xqa":
-        group = heads.heads // heads.kv_heads
-        return gen_xqa_module(dtype, dtype, config.tokens_per_block, heads.head_dim, group, False, dtype)
     from flashinfer_backend.attention.flashinfer_calls import batch_spec
     from flashinfer_backend.attention.variants import VARIANTS
 
@@ -281,7 +274,7 @@ def _spec(kind: Kind, model: ModelSpec, config: EngineConfig, dtype: torch.dtype
     backend, *variant = kind.split("_")
     own = next((VARIANTS[name] for name in variant if name in VARIANTS), None)
     options = {"window": "window" in variant, "soft_cap": "cap" in variant}
-    return batch_spec(backend, dtype, kv_dtype, heads.head_dim, **options, variant=own)
+    return batch_spec(backend, dtype, kv_dtype, model.attention.head_dim, **options, variant=own)
 
 
 def _link_existing(specs: dict[Kind, Any], folder: Path) -> bool:
