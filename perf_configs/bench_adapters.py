@@ -1,31 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What adapters (LoRA) cost: decode steps of the engine without a server, or servers next to each other.
+"""What adapters (LoRA) cost: decode steps of the engine without a server.
 
     python -m perf_configs.bench_adapters --model DIR [--batches 1,32] [--set KNOB=VALUE] [--out FILE.json]
-    python -m perf_configs.bench_adapters --model DIR --servers ours-openai,vllm
 
-The adapters have random weights in all modules of each layer.
+The adapters have random weights in all modules of each layer. Two engines in one process, one without room
+for adapters, decode sequences after prompts of 256 tokens, in turns, so that both have the same clocks. With
+room for adapters there are two cases: no sequence has one, or the sequences share all of them out. For each
+case it prints the median of the rounds' ms per step, its ratio to the engine without adapters, and the same
+of the step's CUDA graph alone, replayed back to back.
 
-Without --servers: two engines in one process, one without room for adapters, decode sequences after prompts
-of 256 tokens, in turns, so that both have the same clocks. With room for adapters there are two cases: no
-sequence has one, or the sequences share all of them out. For each case it prints the median of the rounds' ms
-per step, its ratio to the engine without adapters, and the same of the step's CUDA graph alone, replayed back
-to back.
-
-With --servers: servers of servers.toml, one after the other, with the same adapters. Prompts and answers of
-256 tokens: first requests for the model, then requests for the adapters in turns.
+`client bench --lora-modules` measures servers with adapters.
 """
 
-import argparse
 import json
 import logging
 import math
-import os
 import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,20 +27,14 @@ import torch
 from safetensors.numpy import save_file
 
 from client.arguments import argument_parser, integer, integers
-from client.datasets import load_prompts, load_tokenizer
-from client.load import Load, run_load
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.models.adapters import ADAPTER_CONFIG, PREFIX, WEIGHTS
 from flashinfer_backend.models.hf import read_spec
 from flashinfer_backend.models.spec import ModelSpec
 from perf_configs.bench_engine import Driver, graph_seconds, random_prompts
 from perf_configs.engine_start import add_engine_options, parameters_from, start_frozen
-from perf_configs.servers import Running, ServerSpec, StartError, serve_each, server_names
 
 PROMPT, WARM, SPARE = 256, 16, 24  # tokens: of a prompt, of decode steps before the clock and behind it
-ANSWER, REQUESTS_EACH = 256, 6  # servers: tokens of an answer, requests for each that is sent at a time
-PROFILE = Path(__file__).parent / "profiles/h200-8b.toml"
-PORT = 9100
 
 
 def write_adapters(folder: Path, spec: ModelSpec, count: int, rank: int) -> list[Path]:
@@ -129,49 +116,6 @@ def measure_all(
     return rows
 
 
-def compare(options: argparse.Namespace, folders: Sequence[Path]) -> list[dict[str, Any]]:
-    """Start servers one after the other and measure each. Raises StartError."""
-    named = [f"{folder.name}={folder.resolve()}" for folder in folders]
-    count, rank = f"{len(named)}", f"{options.rank}"
-    knobs = [f"max_loras={count}", f"max_lora_rank={rank}", f"lora_modules={','.join(named)}"]
-    flags = [os.environ.get("VLLM_FLAGS", ""), "--enable-lora", "--max-loras", count, "--max-lora-rank", rank]
-    variables = {
-        "MODEL_DIR": str(resolve_model_dir(options.model).resolve()),
-        "PROFILE": str(PROFILE),
-        "KNOBS": " ".join(["--set", *knobs, "enable_kv_cache_reuse=false", *options.set]),
-        "VLLM_FLAGS": " ".join([*flags, "--lora-modules", *named]),
-        "LOAD_FORMAT": options.load_format,
-        "TENSOR_PARALLEL_SIZE": "1",
-    }
-    tokenizer = load_tokenizer(options.model)
-    rows: list[dict[str, Any]] = []
-    names = tuple(folder.name for folder in folders)
-
-    def measure(spec: ServerSpec, running: Running) -> None:
-        load = Load("openai", running.url, running.model)
-        # The first of each to warm up.
-        for batch in (max(options.batches), *options.batches):
-            for asked in ((), names):
-                lengths = {"input_range": (PROMPT,) * 2, "output_range": (ANSWER,) * 2}
-                prompts = load_prompts("random", tokenizer, REQUESTS_EACH * batch, len(rows), **lengths)
-                told = replace(load, max_concurrency=batch, lora_modules=asked)
-                found = run_load(told, prompts).summary
-                if found["failed"]:
-                    raise StartError(f"{spec.label}: {found['failed']} requests failed: {found['errors']}")
-                what = f"{len(asked)} adapters" if asked else "the model"
-                row = {"server": f"{spec.label} {running.version}", "batch": batch, "asked": what}
-                row |= {
-                    key: found[key] for key in ("output_tokens_per_s", "median_tpot_ms", "median_ttft_ms")
-                }
-                rows.append(row)
-                print(f"| {' | '.join(map(str, row.values()))} |", flush=True)
-
-    print("| server | at a time | requests for | output tokens/s | TPOT, ms | TTFT, ms |", flush=True)
-    print("|---|---:|---|---:|---:|---:|", flush=True)
-    serve_each(options.servers, variables, PORT, "bench_adapters", measure)
-    return rows
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argument_parser("perf_configs.bench_adapters", __doc__)
     add_engine_options(parser)
@@ -181,7 +125,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--batches", type=integers(1), default="1,32", metavar="N,...", help="(default: %(default)s)")
     add("--rounds", type=integer(1), default=5, metavar="N", help="(default: %(default)s)")
     add("--steps", type=integer(1), default=100, metavar="N", help="of a round (default: %(default)s)")
-    add("--servers", type=server_names, metavar="NAME,...", help="of servers.toml, to measure instead")
     add("--out", type=Path, metavar="FILE", help="write the results as JSON")
     options = parser.parse_args(argv)
     most = max(options.batches)
@@ -192,14 +135,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     spec = read_spec(resolve_model_dir(options.model))
     with tempfile.TemporaryDirectory(prefix="adapters-") as scratch:
         folders = write_adapters(Path(scratch), spec, options.adapters, options.rank)
-        if options.servers:
-            try:
-                rows = compare(options, folders)
-            except StartError as error:
-                parser.exit(1, f"{error}\n")
-            if options.out:
-                options.out.write_text(json.dumps(rows))
-            return
         logging.basicConfig(level=logging.WARNING, format="%(message)s")
         room = {"max_loras": str(options.adapters), "max_lora_rank": str(options.rank)}
         room["lora_cache_host_memory_bytes"] = str(1 << 40)
