@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What guided requests cost through OpenAI APIs, next to plain requests of the same run:
 
-    .venv/bin/python -m perf_configs.bench_guided --url http://127.0.0.1:9000 --tokenizer CHECKPOINT
+    .venv/bin/python -m perf_configs.bench_guided --url http://127.0.0.1:9000
     .venv/bin/python -m perf_configs.bench_guided --servers ours-openai,vllm --model-dir CHECKPOINT
 
 The first table has the time per output token (TPOT) and to the first one (TTFT) at each concurrency: plain,
 guided, and half of each. The second has the TTFT with a new grammar in each request. --servers starts servers
-of servers.toml one after the other, and ends with a table of all. --tokenizer adds the time to compile the
-grammar of strict tools on this host, in all five formats of calls, with that vocabulary.
+of servers.toml one after the other, and ends with a table of all.
 """
 
 import argparse
@@ -23,26 +22,10 @@ from typing import Any
 import aiohttp
 
 from client.arguments import argument_parser, integer
-from flashinfer_backend.core.paths import resolve_model_dir
-from flashinfer_backend.openai.formats.choice import TOOL_FORMATS
-from flashinfer_backend.openai.strict import calls_guide
-from flashinfer_backend.structured.compiler import GrammarCompiler
-from flashinfer_backend.text.tokenizer import TextTokenizer
 from perf_configs.servers import Running, ServerSpec, StartError, serve_each, server_names
 
 PROFILE = Path(__file__).parent / "profiles/h200-8b.toml"
 WORDS = ("time", "river", "stone", "paper", "garden", "winter", "engine", "copper", "letter", "window")
-TOOL = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string", "maxLength": 100},
-        "days": {"type": "integer", "minimum": 1, "maximum": 14},
-        "unit": {"enum": ["celsius", "fahrenheit"]},
-        "notes": {"type": "array", "items": {"type": "string"}, "maxItems": 5},
-    },
-    "required": ["city", "days", "unit", "notes"],
-    "additionalProperties": False,
-}
 
 
 def schema(name: str, longest: int | None = None) -> dict[str, Any]:
@@ -174,25 +157,6 @@ def compare(args: argparse.Namespace) -> None:
     print("TPOT in ms: the median of the requests")
 
 
-def tools_table(checkpoint: str) -> None:
-    size = TextTokenizer(resolve_model_dir(checkpoint)).vocab_size
-    compiler = GrammarCompiler(checkpoint, size)
-    compiler.compile("regex", "a", 0)
-    print(f"\n| strict tools, {Path(checkpoint).name} | first grammar, ms | further ones |\n|---|---:|---:|")
-    for tool_format in TOOL_FORMATS:
-        if tool_format == "none":
-            continue
-        times = []
-        for i in range(11):
-            functions = {f"get_weather_{i}_{k}": TOOL for k in range(4)}
-            reasoning = "harmony" if tool_format == "harmony" else "think"
-            began = time.perf_counter()
-            compiler.compile(*calls_guide(functions, tool_format, reasoning, False), 0)
-            times.append(time.perf_counter() - began)
-        # The first one of a format also makes llguidance's vocabulary with the format's marks as text.
-        print(f"| {tool_format} | {times[0] * 1e3:.1f} | {median_ms(times[1:]):.1f} |")
-
-
 def main() -> None:
     parser = argument_parser("perf_configs.bench_guided", __doc__)
     parser.add_argument(
@@ -211,7 +175,6 @@ def main() -> None:
     parser.add_argument(
         "--model", default="", help="the model's name (default: the first that the API lists)"
     )
-    parser.add_argument("--tokenizer", default="", help="checkpoint folder, for the third table")
     parser.add_argument("--concurrency", type=integer(1), nargs="+", default=[1, 32, 128])
     parser.add_argument(
         "--longest-string", type=integer(1), metavar="N", help="maxLength of strings (default: none)"
@@ -232,8 +195,6 @@ def main() -> None:
         parser.exit(1, f"{error}\n")
     except (RuntimeError, aiohttp.ClientError) as error:
         parser.exit(1, f"{args.url}: {error}\n")
-    if args.tokenizer:
-        tools_table(args.tokenizer)
 
 
 if __name__ == "__main__":
