@@ -4,15 +4,11 @@ in the folder itself compare two servers (perf_configs.run runs them all), those
 by name."""
 
 import math
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+import msgspec
 
 from client.datasets import DATASETS, Part, Ramp
 
@@ -100,10 +96,10 @@ class Scenario:
 def read_scenario(path: Path) -> Scenario:
     """Reads one TOML file; an unknown key or a contradictory one raises ValueError."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = msgspec.toml.decode(path.read_bytes())
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, msgspec.DecodeError) as error:
         raise ValueError(f"{path} is not TOML: {error}") from None
     try:
         load: dict[str, Any] = table.pop("load")

@@ -4,23 +4,16 @@ minutes to start."""
 
 import argparse
 import re
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 from tokenizers import Tokenizer
 
 from client.datasets import load_sharegpt
 from client.scenarios import Scenario, read_scenarios
 from client.wire import OPENAI, TRITON
-from flashinfer_backend.config_tools.settings import parse_pairs, split_assignments
+from flashinfer_backend.config_tools.settings import parse_pairs, read_profile, split_assignments
 from flashinfer_backend.core.values import TRUE_WORDS
 from perf_configs.results import OWN
 from perf_configs.servers import ROOT, ServerSpec, choose_servers, read_servers
@@ -164,19 +157,23 @@ def knob_values(knobs: Sequence[str]) -> dict[str, str]:
     return dict(knob.partition("=")[::2] for knob in knobs)
 
 
-def _profile_knobs(profile: Path) -> dict[str, Any]:
-    knobs: dict[str, Any] = tomllib.loads(profile.read_text(encoding="utf-8")).get("knobs", {})
+def _profile_knobs(profile: Path) -> dict[str, str]:
+    """Raises ValueError for a file that is no profile."""
+    problems: list[str] = []
+    knobs = dict(read_profile(profile, problems))
+    if problems:
+        raise ValueError("; ".join(problems))
     return knobs
 
 
 def gpus_of_ours(scenario: Scenario, profile: Path, knobs: Sequence[str]) -> int:
     """How many GPUs our server gets for a row, by knobs over the profile. Raises ValueError for numbers that
     are none."""
-    wanted = {"tensor_parallel_size": scenario.tensor_parallel_size, "replicas": 1}
-    wanted["replicas"] = _profile_knobs(profile).get("replicas", 1)
+    wanted = {"tensor_parallel_size": str(scenario.tensor_parallel_size)}
+    wanted["replicas"] = _profile_knobs(profile).get("replicas", "1")
     gpus = 1
     for name, value in (wanted | knob_values([k for k in knobs if k.partition("=")[0] in wanted])).items():
-        if not str(value).isdecimal():
+        if not value.isdecimal():
             raise ValueError(f"knob {name}={value}: should be a whole number")
         gpus *= int(value)
     return gpus

@@ -19,15 +19,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
+import msgspec
+
 from client.machine import gpu_query
 from client.ready import listed_models
 from client.wire import OPENAI
 from flashinfer_backend.core.parent import end_with_parent
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 ROOT = Path(__file__).parent.parent
 STOP_SECONDS = 30.0
@@ -84,7 +81,7 @@ class ServerSpec:
 
 def read_servers() -> dict[str, ServerSpec]:
     """All servers of servers.toml by name, each as its first variant."""
-    tables = tomllib.loads((Path(__file__).parent / "servers.toml").read_text(encoding="utf-8"))
+    tables = msgspec.toml.decode(Path(__file__).with_name("servers.toml").read_bytes())
     found = {}
     for name, table in tables.items():
         variants = {key: Variant(**value) for key, value in table.pop("variants", {}).items()}

@@ -135,7 +135,8 @@ def test_no_checkpoint_folder(refused, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[knobs\n", "is not valid TOML"),
+        ("[knobs\n", "profile.toml: is not valid TOML: "),
+        ("[knobs]\na =\n", "(at line 2, column 4)"),
         ("max_num_seqs = 3\n", "should hold one table, [knobs]; found also max_num_seqs"),
         ("[knobs]\nmax_num_seqs = {a = 1}\n", "max_num_seqs should be a string, number, boolean or list"),
         ("[knobs]\nmax_num_sqs = 1\n", "profile.toml: unknown knob 'max_num_sqs'; did you mean max_num_seqs"),

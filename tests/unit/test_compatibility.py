@@ -2,15 +2,10 @@
 """docs/compatibility.md names every tensor of the ensemble and of llm, and tests show each of its rows."""
 
 import re
-import sys
 from pathlib import Path
 
+import msgspec
 import pytest
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/compatibility.md").read_text(encoding="utf-8")
@@ -51,7 +46,7 @@ def test_every_tensor_of_preprocessing_and_postprocessing_is_named() -> None:
 
 def test_every_row_has_tests_that_exist() -> None:
     """compatibility.toml has the page's tables and rows, and tests for each."""
-    shown = tomllib.loads(Path(__file__).with_name("compatibility.toml").read_text(encoding="utf-8"))
+    shown = msgspec.toml.decode(Path(__file__).with_name("compatibility.toml").read_bytes())
     titles = re.findall(r"^## (.+)$", PAGE, re.MULTILINE)
     tables = {title: [cells[0] for cells in rows(title)] for title in titles if rows(title)}
     del tables["Names of settings"]  # those are knobs

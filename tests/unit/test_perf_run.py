@@ -299,6 +299,7 @@ def test_the_gpus_of_a_run_are_those_it_ran_on(tmp_path, model_dir):
         (["--knob", "a=1", "--url", "ours=http://x"], "without --url ours=URL"),
         (["--profile", "{tmp}/p.toml", "--url", "ours=http://x"], "without --url ours=URL"),
         (["--profile", "{tmp}/p.toml"], "p.toml: there is no such file"),
+        (["--profile", "{tmp}/broken.toml"], "broken.toml: is not valid TOML: "),
         (["--model-dir", "/nonexist"], "--model-dir /nonexist has no config.json"),
         (["--rows", "c"], "--sharegpt is required by rows c"),
         (["--rows", "a,b", "--sharegpt", "{tmp}/few.json"], "and none of a, b has them: leave it out"),
@@ -313,6 +314,7 @@ def test_wrong_arguments_are_refused_before_a_server_is_used(
 ):
     turns = [{"value": "one two three four five"}, {"value": "six seven eight nine"}]
     (tmp_path / "few.json").write_text(json.dumps([{"conversations": turns}] * 3))
+    (tmp_path / "broken.toml").write_text("[knobs\n")
     monkeypatch.setattr(run.Benchmark, "run_server", lambda *_: pytest.fail("a server was used"))
     with pytest.raises(SystemExit) as caught:
         run.main([*asked, *(a.format(tmp=tmp_path) for a in arguments)])

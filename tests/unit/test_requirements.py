@@ -7,15 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 ROOT = Path(__file__).parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PROJECT = msgspec.toml.decode((ROOT / "pyproject.toml").read_bytes())["project"]
 UNREACHABLE = re.compile(
     r"error sending request|Failed to fetch|Request failed|dns error|timed out", re.IGNORECASE
 )

@@ -2,19 +2,15 @@
 """From the user's settings to one value for every knob. Problems are collected, not raised one by one."""
 
 import difflib
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from flashinfer_backend.config_tools.knobs import BY_NAME, KNOBS, LLM, POST, TRT_LLM
 from flashinfer_backend.config_tools.trt_names import FOREIGN, refusal
 from flashinfer_backend.core.config import EngineConfig, auto_queue_size
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 # Parameters of a config.pbtxt that are no knobs: of Triton, of its Python backend, and names of other models.
 TRITONS_OWN = ("FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH", "TRITON_BATCH_STRATEGY_PATH")
@@ -33,11 +29,11 @@ FOLLOWING: dict[str, Callable[[Mapping[str, str], str], str]] = {
 def read_profile(path: Path, problems: list[str]) -> list[tuple[str, str]]:
     """(knob, value as text) pairs of the [knobs] table of a TOML file."""
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = msgspec.toml.decode(path.read_bytes())
     except OSError as error:
         problems.append(f"profile {path}: cannot be read: {error.strerror}")
         return []
-    except ValueError as error:
+    except (ValueError, msgspec.DecodeError) as error:
         problems.append(f"profile {path}: is not valid TOML: {error}")
         return []
     knobs = data.pop("knobs", None)
