@@ -2,16 +2,15 @@
 """build.py on a folder that it has built before: the checkpoint stays, and what changes is said."""
 
 # ruff: noqa: F401, F811  (fixtures are imported, and are parameters of the same name)
+import json
 import sys
 from pathlib import Path
 
 from build_support import build, checkpoint, snapshot, write_checkpoint
 
-from flashinfer_backend.config_tools import patch
 
-
-def values(tmp_path, name="llm"):
-    return patch.read_values(tmp_path / "repo", name)
+def values(tmp_path):
+    return json.loads((tmp_path / "repo/build.json").read_text())["values"]
 
 
 def test_the_checkpoint_is_kept_without_model(build, checkpoint, tmp_path):
@@ -77,6 +76,21 @@ def test_a_changed_file_is_refused_whatever_it_holds(build, tmp_path):
     file.write_text(file.read_text().replace('"256"', '"many"'))
     status, _, err = build()
     assert status == 2 and "holds files changed or added since it was built: llm/config.pbtxt" in err
+
+
+def test_a_folder_of_an_older_build_is_not_given_another_checkpoint(build, checkpoint, tmp_path):
+    assert build("--llm-name", "tensorrt_llm")[0] == 0
+    file = tmp_path / "repo/build.json"
+    record = json.loads(file.read_text())
+    del record["values"]
+    file.write_text(json.dumps(record))
+    before = snapshot(tmp_path / "repo")
+    status, _, err = build(model=None)
+    assert status == 2 and snapshot(tmp_path / "repo") == before
+    assert "by an older build.py, which did not record its knobs: name the checkpoint again, --model" in err
+    status, _, err = build("--set", "max_num_seqs=8")
+    assert status == 0 and "keeps --llm-name tensorrt_llm" in err
+    assert (values(tmp_path)["model_dir"], values(tmp_path)["max_num_seqs"]) == (str(checkpoint), "8")
 
 
 def test_what_follows_from_others_changes_with_them_without_a_word(build, tmp_path):

@@ -166,7 +166,10 @@ def test_other_peoples_folders_are_left_alone(build, tmp_path):
     assert status == 2 and "is not a folder" in err
 
 
-@pytest.mark.parametrize("record", ["[]", '{"files": []}', '{"files": {}}', "no JSON"])
+VALUES = '{"files": {}, "llm_name": "llm", "values": ["max_num_seqs"]}'
+
+
+@pytest.mark.parametrize("record", ["[]", '{"files": []}', '{"files": {}}', "no JSON", VALUES])
 def test_folders_with_a_record_that_is_none_of_ours(build, tmp_path, record):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "build.json").write_text(record)

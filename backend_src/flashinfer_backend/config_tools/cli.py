@@ -65,7 +65,7 @@ def main(model_repo: Path, argv: list[str] | None = None) -> int:
             print("build.py: nothing would change", file=sys.stderr)
     else:
         try:
-            output.replace_folder(args.output, output.with_record(files, command, args.llm_name, named))
+            output.replace_folder(args.output, output.with_record(files, command, args.llm_name, several))
         except OSError as error:
             print(f"build.py: cannot write {args.output}: {error.strerror or error}", file=sys.stderr)
             return EXIT_REFUSED
@@ -165,8 +165,12 @@ def _values(args: argparse.Namespace, problems: list[str], notes: list[str]) -> 
         from_file = settings.read_profile(args.profile, problems)
         chosen = settings.parse_pairs(from_file, f"profile {args.profile}", problems)
     chosen |= settings.parse_pairs(pairs, "--set", problems)
-    name = output.built_llm_name(args.output)
-    before = patch.read_values(args.output, name) if name else {}
+    name, before = output.built_llm_name(args.output), output.built_values(args.output)
+    if name and not before and "model_dir" not in chosen:
+        problems.append(
+            f"--output {args.output} was built by an older build.py, which did not record its knobs: name"
+            " the checkpoint again, --model DIR"
+        )
     kept = {} if "model_dir" in chosen else _checkpoint(before)
     kept = {knob: value for knob, value in kept.items() if knob not in chosen}
     args.set += [f"{knob}={value}" for knob, value in kept.items()]
@@ -279,10 +283,7 @@ def _shared_ports(several: dict[str, dict[str, str]]) -> list[str]:
 def _followed(knob: str, before: dict[str, str], llm_name: str) -> bool:
     """Whether a knob had the value that followed from the others, so that it changes as they do."""
     others = {name: value for name, value in before.items() if name != knob}
-    try:
-        return knob in settings.FOLLOWING and settings.complete(others, llm_name)[knob] == before[knob]
-    except ValueError:  # no number: somebody has changed a file, for which it will be refused
-        return False
+    return knob in settings.FOLLOWING and settings.complete(others, llm_name)[knob] == before[knob]
 
 
 def _checkpoint(before: dict[str, str]) -> dict[str, str]:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,13 @@ RECORD = "build.json"
 
 
 def with_record(
-    files: dict[str, bytes], command: str, llm_name: str, models: Iterable[str]
+    files: dict[str, bytes], command: str, llm_name: str, several: Mapping[str, dict[str, str]]
 ) -> dict[str, bytes]:
-    """The files and a record of them, by which a later build knows its own output again. models: names of
-    several models."""
+    """The files and a record of them, by which a later build knows its own output again. several: every
+    knob's value of each model by its name, which is "" where there is one model."""
     digests = {name: hashlib.sha256(data).hexdigest() for name, data in sorted(files.items())}
     record: dict[str, Any] = {"command": command, "llm_name": llm_name, "files": digests}
-    record |= {"models": list(models)} if models else {}
+    record |= {"values": several[""]} if "" in several else {"models": list(several)}
     return files | {RECORD: (json.dumps(record, indent=2) + "\n").encode()}
 
 
@@ -63,6 +63,13 @@ def built_llm_name(output: Path) -> str | None:
     return str(record["llm_name"]) if record else None
 
 
+def built_values(output: Path) -> dict[str, str]:
+    """The knobs' values in a folder of one model that build.py wrote; none in another, and where an older
+    build.py did not record them."""
+    record = _record(output)
+    return dict(record.get("values", {})) if record else {}
+
+
 def built_models(output: Path) -> list[str]:
     """Names of the several models in a folder that build.py wrote; none in another."""
     record = _record(output)
@@ -76,6 +83,7 @@ def _record(output: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
         return None
     known = isinstance(record, dict) and isinstance(record.get("files"), dict)
+    known = known and isinstance(record.get("values", {}), dict)
     return record if known and isinstance(record.get("llm_name"), str) else None
 
 

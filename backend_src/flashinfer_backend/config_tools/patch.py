@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts knob values into the protobufs of model_repo and renders the files of a deployable repository."""
 
-import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -123,39 +122,6 @@ def with_engine_knobs(text: str, values: Mapping[str, str]) -> str:
         for name, value in values.items()
     ]
     return "".join([before, begin, *lines, end, after])
-
-
-def get_field(config: Any, field: str) -> str:
-    """The text that set_field would have to be given. Raises KeyError and IndexError as that does."""
-    *path, name = field.split(".")
-    if path == ["parameters"]:
-        if name not in config.parameters:
-            raise KeyError(f"{config.name} has no parameter {name}")
-        return str(config.parameters[name].string_value)
-    value = getattr(_inner(config, path), name)
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(value) if isinstance(value, int) else ",".join(map(str, value))
-
-
-def read_values(repository: Path, llm_name: str) -> dict[str, str]:
-    """The knobs of a built repository, as far as its files tell them."""
-    configs, values = {}, {}
-    for model in MODELS:
-        with contextlib.suppress(OSError, ValueError):
-            folder = repository / (llm_name if model == LLM else model)
-            configs[model] = model_config.read(folder / "config.pbtxt")
-    for knob in KNOBS:
-        model, field = knob.places[0]
-        if field == SECOND_ENSEMBLE:
-            values[knob.name] = str((repository / BLS).is_dir()).lower()
-        elif model in configs and field == REPORT_OUTPUTS:
-            reports = {output.name for output in configs[model].output} - set(_ANSWER_OUTPUTS)
-            values[knob.name] = str(bool(reports)).lower()
-        elif model in configs:
-            with contextlib.suppress(KeyError, IndexError):
-                values[knob.name] = get_field(configs[model], field)
-    return values
 
 
 def render(
