@@ -84,16 +84,17 @@ def integers(low: int) -> Callable[[str], list[int]]:
 
 def tuples(form: str) -> Callable[[str], list[list[int]]]:
     """The whole numbers of each case, separated by commas. form: a case's, with N for a number from 1 and n
-    for one from 0, such as N/Nxn."""
-    pattern = form.replace("N", "([1-9][0-9]*)").replace("n", "([0-9]+)")
+    for one from 0, such as N/Nxn; [xN] may be left out, and is 0 then."""
+    pattern = form.replace("[", "(?:").replace("]", ")?")
+    pattern = pattern.replace("N", "([1-9][0-9]*)").replace("n", "([0-9]+)")
 
     def convert(text: str) -> list[list[int]]:
         found = [re.fullmatch(pattern, each) for each in text.split(",")]
         if not all(found):
-            zero = ", n 0 or more" if "n" in form else ""
-            wanted = f"the form {form}, with commas between: N is 1 or more{zero}"
+            ranges = [f"{letter} is {low} or more" for letter, low in (("N", 1), ("n", 0)) if letter in form]
+            wanted = f"the form {form}, with commas between: {', '.join(ranges)}"
             raise ArgumentTypeError(f"{text!r} must have {wanted}")
-        return [[int(n) for n in each.groups()] for each in found if each]
+        return [[int(n or 0) for n in each.groups()] for each in found if each]
 
     return convert
 

@@ -19,7 +19,6 @@ beginning; the output tokens of all divided by the time to the end of the last.
 
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -259,16 +258,6 @@ class Load(NamedTuple):
     requests: int
 
 
-def parse_load(text: str) -> Load:
-    """PROMPT/OUTPUT or PROMPT/OUTPUTxREQUESTS. Raises ValueError."""
-    found = re.fullmatch(r"([1-9][0-9]*)/([1-9][0-9]*)(?:x([1-9][0-9]*))?", text)
-    if found is None:
-        raise ValueError(
-            f"{text}: should be PROMPT/OUTPUT in tokens, as 128/2048, or 128/2048x500 for 500 requests"
-        )
-    return Load(*(int(number or 0) for number in found.groups()))
-
-
 def batch_sizes(text: str) -> list[int]:
     """Whole numbers separated by commas, or none."""
     return integers(1)(text) if text else []
@@ -297,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="decode steps of rows that share documents",
     )  # fmt: skip
     parser.add_argument(
-        "--lengths", default="", metavar="PROMPT/OUTPUT[xREQUESTS],...",
+        "--lengths", type=tuples("N/N[xN]"), default=[], metavar="PROMPT/OUTPUT[xREQUESTS],...",
         help="tokens of prompt and answer of loads, all at once; without xREQUESTS as many requests as run at"
         " the same time",
     )  # fmt: skip
@@ -307,10 +296,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"--sharegpt {options.sharegpt}: there is no such file")
     if options.sharegpt is None and options.requests is not None:
         parser.error("--requests is the number of conversations of --sharegpt FILE, which is not given")
-    try:
-        loads = [parse_load(text) for text in filter(None, options.lengths.split(","))]
-    except ValueError as error:
-        parser.error(f"--lengths {error}")
+    loads = [Load(*case) for case in options.lengths]
     reuse = str(bool(options.shared)).lower()
     own = {"max_num_seqs": "1024", "max_queue_size": "0", "enable_kv_cache_reuse": reuse}
     own["read_shared_prefixes_once"] = reuse

@@ -8,7 +8,6 @@ Steps are launched ahead, as in serving. What is printed of each is as perf_conf
 profiler itself slows steps of many short kernels by some percent.
 """
 
-import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from client.arguments import argument_parser, integer
+from client.arguments import argument_parser, integer, tuples
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.engine.start import Core
 from perf_configs.bench_engine import Driver
@@ -58,15 +57,6 @@ def kernels_of_step(core: Core, rows: int, prompt: int, context: int = CONTEXT) 
         return device_events(read_events(Path(file.name)))
 
 
-def parse_steps(text: str) -> list[tuple[int, int]]:
-    """ROWS/PROMPT,...: decode rows and tokens of a prompt, one of which may be 0. Raises ValueError."""
-    found = [re.fullmatch("([0-9]+)/([0-9]+)", part) for part in text.split(",")]
-    shapes = [(int(match[1]), int(match[2])) for match in found if match]
-    if len(shapes) < len(found) or (0, 0) in shapes:
-        raise ValueError(f"{text}: should be ROWS/PROMPT,..., as 1024/0,64/200, of which one may be 0")
-    return shapes
-
-
 def fitting_shapes(
     shapes: Sequence[tuple[int, int]], config: EngineConfig, num_blocks: int, context: int = CONTEXT
 ) -> list[tuple[int, int]]:
@@ -85,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argument_parser("perf_configs.profile_steps", __doc__)
     add_engine_options(parser)
     parser.add_argument(
-        "--steps", default=",".join(f"{rows}/{prompt}" for rows, prompt in SHAPES), metavar="ROWS/PROMPT,...",
+        "--steps", type=tuples("n/n"), default=",".join(f"{rows}/{prompt}" for rows, prompt in SHAPES),
+        metavar="ROWS/PROMPT,...",
         help="decode rows, and tokens of a prompt in the same step (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
@@ -94,10 +85,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     )  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write what is printed to a file")
     options = parser.parse_args(argv)
-    try:
-        wanted = parse_steps(options.steps)
-    except ValueError as error:
-        parser.error(f"--steps {error}")
+    wanted = options.steps
+    if [0, 0] in wanted:
+        parser.error("--steps 0/0: should have decode rows or tokens of a prompt")
     if options.context is not None and not any(rows for rows, _ in wanted):
         parser.error(
             "--context is of decode rows, and --steps has none: leave it out, or add a step like 64/0"

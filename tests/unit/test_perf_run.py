@@ -17,6 +17,7 @@ import pytest
 import small_tokenizers
 
 from checkpoints import make_checkpoint
+from client.arguments import tuples
 from client.load import LoadResult
 from client.metrics import RequestRecord, summarise
 from client.scenarios import read_scenarios
@@ -365,11 +366,13 @@ def test_a_dry_run_says_what_it_would_do_and_does_nothing(tmp_path, asked, monke
     assert "none.json: there is no such file" in capsys.readouterr().err
 
 
-def test_kinds_of_steps_are_read():
-    assert profile_steps.parse_steps("1024/0,0/64,8/1") == [(1024, 0), (0, 64), (8, 1)]
-    for text in ("", "8", "8/", "1/2,", "0/0", "-1/3", "8/1@300"):
-        with pytest.raises(ValueError, match=r"should be ROWS/PROMPT"):
-            profile_steps.parse_steps(text)
+def test_kinds_of_steps_are_read(capsys):
+    assert tuples("n/n")("1024/0,0/64,8/1") == [[1024, 0], [0, 64], [8, 1]]
+    for text in ("", "8", "8/", "1/2,", "0/0", "8/1,0/0", "-1/3", "8/1@300"):
+        with pytest.raises(SystemExit):
+            profile_steps.main(["--model", "bundled", f"--steps={text}"])
+        said = capsys.readouterr().err
+        assert re.search("--steps.* (must have the form n/n|should have decode rows)", said)
 
 
 def ends_later(offline, begun, *values):
@@ -401,7 +404,8 @@ def test_bench_engine_runs_loads_of_one_shape(tmp_path, monkeypatch, capsys):
         bench_engine.main([*command, "--lengths", "5/3x4,12/8"])
     assert [r["requests"] for r in json.loads((tmp_path / "out.json").read_text())["lengths"]] == [4]
     for lengths, status, message in (
-        ("128/", 2, "--lengths 128/: should be PROMPT/OUTPUT in tokens"),
+        ("128/", 2, "argument --lengths: '128/' must have the form N/N[xN], with commas between"),
+        ("128/8x", 2, "argument --lengths: '128/8x' must have the form N/N[xN]"),
         ("400/20", 1, "needs sequences of 420 tokens, and max_seq_len is 416"),
     ):
         with pytest.raises(SystemExit) as caught:
