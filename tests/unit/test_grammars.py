@@ -26,7 +26,7 @@ from flashinfer_backend.structured.ebnf import lark_grammar
 from flashinfer_backend.structured.grammar import Grammar, GrammarError, is_of_the_guide
 from flashinfer_backend.structured.json_schema import SchemaChecks
 from flashinfer_backend.structured.masks import Move, SequenceGrammars
-from flashinfer_backend.structured.regex import few_words
+from flashinfer_backend.structured.regex import literal_names
 from flashinfer_backend.text.tokenizer import TextTokenizer
 from unit.grammars import admits, advance, matcher, takes_less
 
@@ -204,9 +204,17 @@ def language(rules: dict[str, Any], longest: int) -> set[str]:
     return words["root"]
 
 
-def test_words_of_an_expression_are_listed_while_they_are_few():
-    assert few_words("^[ab]c?$", 2) == {"a", "b", "ac", "bc"}
-    assert few_words("^[ab]c?$", 1) is few_words("^[ab]{12}$", 100) is None
+@pytest.mark.parametrize(
+    ("regex", "names"),
+    [
+        ("^a b$", {"a b"}),
+        ("^(a|b|)$", {"a", "b", ""}),
+        (r"^(?:a\.|\|-b)$", {"a.", "|-b"}),
+        *((other, set()) for other in ("a", "^a|b$", "^[ab]$", "^a?$", "^(a)|(b)$", r"^a\d$", "^(a.|b)$")),
+    ],
+)
+def test_names_that_an_expression_lists_are_known(regex, names):
+    assert literal_names(regex) == names
 
 
 def test_an_optional_part_of_ebnf_stays_one_terminal():

@@ -258,7 +258,7 @@ def nested_words(levels: int) -> Any:
     """Each level has the next one four times."""
     inner: Any = {}
     for _ in range(levels):
-        inner = {"patternProperties": {"^[abcd]$": inner}}
+        inner = {"patternProperties": {"^(a|b|c|d)$": inner}}
     return {"allOf": [inner, {}]}
 
 
@@ -289,11 +289,7 @@ SLOW = {  # to check, if work that they ask for again is done again
     "names within names": nested_words(11),
     "patterns of names": {
         "allOf": [
-            {
-                "prefixItems": [
-                    {"patternProperties": {f"^(a{{0,90}}|b{{0,90}}){i}$": {}}} for i in range(4000)
-                ]
-            },
+            {"prefixItems": [{"patternProperties": {f"^(a|b|{i})$": {}}} for i in range(4000)]},
             {},
         ]
     },
@@ -333,7 +329,7 @@ def test_no_schema_takes_long_to_check(schema):
     assert takes_less(2, check), "which docs/security.md promises"
 
 
-def test_what_a_pattern_of_few_names_copies_is_counted():
+def test_what_a_pattern_of_several_names_copies_is_counted():
     """Here the smallest schema stands 4^11 times, which takes gigabytes to write."""
     assert checked_schema(nested_words(3))
     with pytest.raises(GrammarError, match="it is too large at #/allOf/0/patternProperties"):
@@ -655,9 +651,10 @@ def test_objects_have_the_properties_that_are_named(schema, good):
     ("schema", "text", "bad"),
     [
         ({"required": ["a"], "patternProperties": {"^a$": NUMBERS}}, '{"a": 1', '{"a": "'),
-        ({"properties": {"a": {}, "b": {}}, "patternProperties": {"^(a|b)$|^b{1}$": NUMBERS}},
+        ({"properties": {"a": {}, "b": {}}, "patternProperties": {"^(?:a|b)$": NUMBERS}},
          '{"a": 1, "b": 2', '{"b": "'),
         ({"required": ["a"], "allOf": [{"propertyNames": {"enum": ["a"]}}]}, '{"a": 1', '{"b'),
+        ({"required": ["a.|"], "allOf": [{"propertyNames": {"enum": ["a.|"]}}]}, '{"a.|": 1', '{"ab'),
         ({"allOf": [{"required": ["a"]}, {"patternProperties": {"^a$": NUMBERS}}]}, '{"a": 1', '{"a": "'),
     ],
 )  # fmt: skip

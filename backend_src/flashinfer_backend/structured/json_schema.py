@@ -19,11 +19,10 @@ from urllib.parse import unquote
 
 from flashinfer_backend.core.bounds import GRAMMAR
 from flashinfer_backend.structured.grammar import GrammarError
-from flashinfer_backend.structured.regex import few_words, rust_regex
+from flashinfer_backend.structured.regex import literal_names, rust_regex
 
 ITEM_LIMIT_COST = 6  # subschemas that a limit of items counts for: 2900 took 3.4 s and 481 MB
 CHECK_COST = 10  # steps to check a subschema: some 20 us
-WORDS_COST = 500  # to look for the names that a pattern has: up to 1 ms
 CONTAINER_COST = 5  # and a list or object in a constant: 6000 took 1.5 s, and no mask has room for 2000
 EXACT = 2**53 - 1  # llguidance rounds larger numbers, and ends the process with -2^63
 TOO_DEEP = f"it is nested too deeply; at most {GRAMMAR.nesting} subschemas in each other"
@@ -489,19 +488,16 @@ class _Root:
         if "propertyNames" in checked:
             _check_names(checked, path)
         patterns = checked.pop("patternProperties", {})
-        # Patterns for a few names become these: with no name left for it, a pattern lets a comma through and
+        # A pattern that lists names becomes properties: with no name left for it, it lets a comma through and
         # nothing follow. Other schemas of a merged one may have the names.
-        names = {*properties, *required}
-        longest = 100 if merged else max(map(len, names), default=0)
-        for pattern, schema in [*patterns.items()]:
+        for pattern, schema in patterns.items():
             written = self._pattern(pattern, f"{path}/patternProperties")
-            self._checks.take(path, WORDS_COST)
-            words = few_words(pattern, min(longest, 100))
-            if words is not None and (merged or words <= names):
-                self._checks.take(path, sum(map(len, words)) + len(words) * len(json.dumps(schema)))
+            names = literal_names(pattern)
+            if names and (merged or names <= {*properties, *required}):
+                self._checks.take(path, sum(map(len, names)) + len(names) * len(json.dumps(schema)))
                 named = {
                     n: {"allOf": [properties[n], schema]} if n in properties else schema
-                    for n in sorted(words)
+                    for n in sorted(names)
                 }
                 checked["properties"] = properties = {**properties, **named}
             else:

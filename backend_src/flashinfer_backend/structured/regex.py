@@ -20,7 +20,6 @@ else:
     import sre_constants as sre
     import sre_parse as parser
 
-MOST_WORDS = 2000  # steps of looking for the words of an expression
 TOO_DEEP = f"it is nested too deeply; it should have at most {GRAMMAR.groups} groups in each other"
 TOO_LARGE = (
     f"it has a number that is too large; repetitions should be at most {GRAMMAR.repeats}, and characters at"
@@ -35,6 +34,8 @@ CLASSES = {
     sre.CATEGORY_SPACE: f"[{BLANKS}]", sre.CATEGORY_NOT_SPACE: f"[^{BLANKS}]",
 }  # fmt: skip
 NAMED_GROUP = re.compile(r"\\.|\(\?<(?=[^\W\d])", re.DOTALL)
+_NAME = r"(?:[^\\^$.|?*+()\[\]{}]|\\[^\w\\])*"  # of ordinary characters and escaped special ones
+NAMES = re.compile(rf"\^(?:({_NAME})|\((?:\?:)?({_NAME}(?:\|{_NAME})*)\))\$")
 CODE_POINT = re.compile(r"\\u\{([0-9A-Fa-f]{1,6})\}|\\.", re.DOTALL)
 # Of sets within sets, which Python may have some day. Brackets are characters here, as everywhere today.
 warnings.filterwarnings("ignore", "Possible (nested set|set )", FutureWarning)
@@ -70,50 +71,12 @@ def _parsed(regex: str) -> Any:
     return parser.parse(text)
 
 
-def few_words(regex: str, longest: int) -> set[str] | None:
-    """The texts in which an expression finds something, where these are few and of at most `longest`
-    characters; else None. For expressions that rust_regex takes."""
-    begin, end, left = "\ud800", "\ud801", MOST_WORDS  # no text has the two characters
-
-    def joined(words: set[str], more: set[str]) -> set[str]:
-        nonlocal left
-        left -= len(words) * len(more) + 1
-        if left < 0:
-            raise OverflowError
-        new = {word + each for word in words for each in more}
-        if max(map(len, new), default=0) > longest + 2:
-            raise OverflowError
-        return new
-
-    def of(items: Any) -> set[str]:
-        words = {""}
-        for kind, value in items:
-            if kind is sre.LITERAL:
-                more = {chr(value)}
-            elif kind is sre.AT:
-                more = {begin if value is sre.AT_BEGINNING else end}
-            elif kind is sre.IN and all(each is sre.LITERAL for each, _ in value):
-                more = {chr(code) for _, code in value}
-            elif kind is sre.BRANCH:
-                more = set().union(*map(of, value[1]))
-            elif kind is sre.SUBPATTERN:
-                more = of(value[3])
-            elif kind in (sre.MAX_REPEAT, sre.MIN_REPEAT) and value[1] is not sre.MAXREPEAT:
-                more, repeated, once = set(), {""}, of(value[2])
-                for times in range(min(value[1], longest + 1) + 1):
-                    more |= repeated if times >= min(value[0], longest + 1) else set()
-                    repeated = joined(repeated, once) if times < value[1] else set()
-            else:
-                raise OverflowError
-            words = joined(words, more)
-        return words
-
-    try:
-        words = of(_parsed(regex))
-    except OverflowError:
-        return None
-    whole = all(word[:1] == begin and word[-1:] == end for word in words)
-    return {word[1:-1] for word in words} if whole else None
+def literal_names(regex: str) -> set[str]:
+    """The names of an expression that lists them, as `^name$` and `^(a|b)$` do; none of any other."""
+    if not (listed := NAMES.fullmatch(regex)):
+        return set()
+    names = re.split(r"(?<!\\)\|", listed[1] or listed[2] or "")
+    return {name.replace("\\", "") for name in names}
 
 
 class _Writer:
