@@ -712,11 +712,13 @@ def test_a_summary_is_the_reasoning_where_there_is_nothing_else() -> None:
     (message,), _ = messages_of(ResponsesRequest(input=[item | whole, said]))
     assert message["reasoning_content"] == "Hm"
     for field, place in (("summary", r"input\[0\]\.summary"), ("content", r"input\[0\]\.content")):
-        odd = {"type": "reasoning", field: [{"type": "t", "text": "a", "weight": 2}]}
+        odd = {"type": "reasoning", field: [{"type": "text", "text": "a", "weight": 2}]}
         with pytest.raises(ApiError, match=rf"^{place}\[0\]\.weight is not a field of a part of type"):
             messages_of(ResponsesRequest(input=[odd, said]))
-        with pytest.raises(ApiError, match=f"^{place} should be a list of parts"):
-            messages_of(ResponsesRequest(input=[{"type": "reasoning", field: "Hm"}, said]))
+        with pytest.raises(ApiError, match=rf"^{place}\[0\] is of type null"):
+            messages_of(ResponsesRequest(input=[{"type": "reasoning", field: [{"text": "a"}]}, said]))
+        (message,), _ = messages_of(ResponsesRequest(input=[{"type": "reasoning", field: "Hm"}, said]))
+        assert message["reasoning_content"] == "Hm"
 
 
 def test_an_answer_has_all_of_its_calls_and_reasoning() -> None:
@@ -752,7 +754,7 @@ def test_what_libraries_add_to_earlier_answers_is_taken() -> None:
     assert message["reasoning_content"] == "Hm" and len(message["tool_calls"]) == 1
     text = {"type": "output_text", "text": "{}", "annotations": [], "logprobs": [], "parsed": {"city": "Ulm"}}
     items = [
-        {"type": "reasoning", "summary": [], "content": [{"type": "t", "text": "a"}], "signature": "YQ=="},
+        {"type": "reasoning", "summary": [], "content": [{"type": "text", "text": "a"}], "signature": "YQ=="},
         {"type": "message", "role": "assistant", "status": "completed", "phase": None, "content": [text]},
         {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "c", "parsed_arguments": {}},
     ]

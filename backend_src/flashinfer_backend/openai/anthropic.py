@@ -29,12 +29,13 @@ from flashinfer_backend.openai.requests import (
 )
 from flashinfer_backend.openai.sampling import NO_GUIDE, schema_guide
 from flashinfer_backend.openai.served_model import Answering, ServedModel
-from flashinfer_backend.openai.template import FieldPaths, plain_messages
+from flashinfer_backend.openai.template import FieldPaths, part_text, plain_messages, text_of
 from flashinfer_backend.openai.tools import AUTO, NONE, REQUIRED, Tools, new_call_id, read_tools
 from flashinfer_backend.serving.generation import Chunk
 from flashinfer_backend.transport import protocol
 
 CHOICES = {"auto": AUTO, "any": REQUIRED, "none": NONE}
+TEXT_BLOCKS = {"text": "text"}
 STOPPED = "stop_sequence"  # why an answer ended
 # Keys of a tool besides its name and schema, and the values that ask for nothing here.
 IDLE_OF_TOOLS: dict[str, tuple[Any, ...]] = {
@@ -115,26 +116,28 @@ def messages_of(request: CountTokensRequest) -> tuple[list[dict[str, Any]], list
     if not request.messages:
         raise field_error("messages", "is empty; it should have at least one message")
     if request.system:
-        add({"role": "system", "content": _texts(request.system, "system")}, "system")
+        add({"role": "system", "content": text_of(request.system, "system", TEXT_BLOCKS)}, "system")
     for n, message in enumerate(request.messages):
         place, role, content = f"messages[{n}]", message.get("role"), message.get("content")
         check_part(message, ("role", "content"), place, "a message")
+        if content is None:
+            raise field_error(f"{place}.content", "is missing")
         if role == "assistant":
             add(_assistant(content, f"{place}.content"), place)
         elif role == "system":
-            add({"role": role, "content": _texts(content, f"{place}.content")}, place)
+            add({"role": role, "content": text_of(content, f"{place}.content", TEXT_BLOCKS)}, place)
         elif role == "user":
-            texts: list[dict[str, Any]] = []
+            texts: list[str] = []
             for block, at in _blocks(content, f"{place}.content"):
                 if block["type"] != "tool_result":
-                    texts.append(_text(block, at))
+                    texts.append(part_text(block, at, TEXT_BLOCKS))
                     continue
                 if texts:
-                    add({"role": role, "content": texts}, place)
+                    add({"role": role, "content": "\n".join(texts)}, place)
                     texts = []
                 add(_result(block, at), place)
             if texts:
-                add({"role": role, "content": texts}, place)
+                add({"role": role, "content": "\n".join(texts)}, place)
             elif not content:
                 raise field_error(f"{place}.content", "is empty; it should have at least one block")
         else:
@@ -154,30 +157,12 @@ def _blocks(content: Any, place: str) -> list[tuple[dict[str, Any], str]]:
     return [(block, f"{place}[{n}]") for n, block in enumerate(content)]
 
 
-def _text(block: Mapping[str, Any], place: str) -> dict[str, Any]:
-    if block["type"] != "text":
-        raise field_error(
-            place,
-            f"is of type {shown(block['type'])}, which is not supported there; only text is:"
-            ' {"type": "text", "text": ...}',
-        )
-    if not isinstance(block.get("text"), str):
-        raise wrong_value(f"{place}.text", block.get("text"), "a string")
-    check_part(block, ("text",), place, "a text block")
-    return {"type": "text", "text": block["text"]}
-
-
-def _texts(content: Any, place: str) -> list[dict[str, Any]]:
-    return [_text(block, at) for block, at in _blocks(content, place)]
-
-
 def _result(block: Mapping[str, Any], place: str) -> dict[str, Any]:
     """A tool's result; one that is an error says so to the model."""
     if not isinstance(block.get("tool_use_id"), str):
         raise wrong_value(f"{place}.tool_use_id", block.get("tool_use_id"), "the tool_use's id")
     check_part(block, ("tool_use_id", "content", "is_error"), place, "a tool_result")
-    content = block.get("content")
-    text = "\n".join(part["text"] for part in _texts("" if content is None else content, f"{place}.content"))
+    text = text_of(block.get("content"), f"{place}.content", TEXT_BLOCKS)
     if block.get("is_error"):
         text = f"Error: {text}"
     return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": text}
@@ -200,8 +185,8 @@ def _assistant(content: Any, place: str) -> dict[str, Any]:
             function = {"name": block["name"], "arguments": block["input"]}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         else:
-            texts.append(_text(block, at))
-    message: dict[str, Any] = {"role": "assistant", "content": texts or None}
+            texts.append(part_text(block, at, TEXT_BLOCKS))
+    message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
     if calls:
         message["tool_calls"] = calls
     if thoughts:

@@ -36,7 +36,7 @@ from flashinfer_backend.openai.requests import (
 from flashinfer_backend.openai.response_store import ResponseStore
 from flashinfer_backend.openai.sampling import Guide, guide_of, shortened
 from flashinfer_backend.openai.served_model import Answering, ServedModel
-from flashinfer_backend.openai.template import FieldPaths, plain_messages
+from flashinfer_backend.openai.template import TEXT_PARTS, FieldPaths, plain_messages, text_of
 from flashinfer_backend.openai.tools import AUTO, new_call_id, read_tools
 from flashinfer_backend.structured.grammar import GrammarError
 from flashinfer_backend.structured.regex import rust_regex
@@ -55,6 +55,7 @@ CALL_OUTPUTS = ("function_call_output", "custom_tool_call_output")
 ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 # Items' parts, and the names of their events.
 TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}
+THOUGHTS = {**TEXT_PARTS, "summary_text": "text", "reasoning_text": "text"}
 _CALLED = ("call_id", "name", "namespace")
 ITEMS = {  # and their fields, beside those of OF_PARTS
     "message": ("role", "content"),
@@ -322,8 +323,8 @@ def messages_of(
             messages.append(output)
         else:
             # All three may be there: the whole text, the same encoded, and a summary by another server.
-            summary = _thought(item.get("summary"), f"input[{n}].summary", "summary_text", "\n\n")
-            text = _thought(item.get("content"), f"input[{n}].content", "reasoning_text")
+            summary = text_of(item.get("summary"), f"input[{n}].summary", THOUGHTS, "\n\n")
+            text = text_of(item.get("content"), f"input[{n}].content", THOUGHTS, "")
             text = text or unwrapped_text(item.get("encrypted_content"), f"input[{n}].encrypted_content")
             text = text or summary
             if not text:
@@ -358,19 +359,6 @@ def input_items(request: ResponsesRequest) -> list[dict[str, Any]]:
     if isinstance(request.input, str):
         return [{"type": "message", "role": "user", "content": request.input}]
     return request.input
-
-
-def _thought(parts: Any, place: str, kind: str, between: str = "") -> str:
-    """The text of a reasoning item's parts of a kind. Raises ApiError."""
-    parts = [] if parts is None else parts
-    texts: list[Any] = [None]
-    if isinstance(parts, list):
-        texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
-    if not all(isinstance(text, str) for text in texts):
-        raise ApiError(f'{place} should be a list of parts: {{"type": "{kind}", "text": ...}}', param=place)
-    for n, part in enumerate(parts):
-        check_part(part, ("text",), f"{place}[{n}]", f"a part of type {kind}")
-    return between.join(texts)
 
 
 def offered_tools(tools: Sequence[Mapping[str, Any]]) -> list[Offered]:

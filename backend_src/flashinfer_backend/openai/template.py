@@ -40,6 +40,7 @@ OF_REQUEST = (
 OF_MESSAGES = (
     *("role", "content", "name", "tool_calls", "tool_call_id", "refusal", "reasoning", "reasoning_content"),
 )
+# Types of content's parts, and the field of each that has the text.
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
@@ -251,7 +252,7 @@ def _plain_message(
             raise field_error(f"{place}.prefix", told)
     if content is None and role != "assistant":
         raise field_error(content_place, "is missing")
-    plain["content"] = _text(content, content_place)
+    plain["content"] = text_of(content, content_place)
     for name in ("audio", "function_call"):
         if plain.pop(name, None):
             raise field_error(f"{place}.{name}", "is not supported")
@@ -267,30 +268,32 @@ def _plain_message(
     return plain
 
 
-def _text(content: Any, place: str) -> str:
+def text_of(content: Any, place: str, types: Mapping[str, str] = TEXT_PARTS, between: str = "\n") -> str:
+    """The text of content, which is a string, a list of parts or None. types: those of parts, as TEXT_PARTS
+    has them. Raises ApiError."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise field_error(place, "should be a string or a list of parts")
-    texts = []
-    for n, part in enumerate(content):
-        if not isinstance(part, dict):
-            raise wrong_value(f"{place}[{n}]", part, "an object with a type")
-        kind = part.get("type")
-        if not isinstance(kind, str) or kind not in TEXT_PARTS:
-            raise field_error(
-                f"{place}[{n}]",
-                f'is of type {shown(kind)}; only text is supported: {{"type": "text", "text": ...}}',
-            )
-        field = TEXT_PARTS[kind]
-        if not isinstance(text := part.get(field), str):
-            inner = f"{place}[{n}].{field}"
-            raise wrong_value(inner, text, "a text")
-        check_part(part, (field,), f"{place}[{n}]", f"a part of type {kind}")
-        texts.append(text)
-    return "\n".join(texts)
+    return between.join(part_text(part, f"{place}[{n}]", types) for n, part in enumerate(content))
+
+
+def part_text(part: Any, place: str, types: Mapping[str, str]) -> str:
+    """The text of one part. Raises ApiError."""
+    if not isinstance(part, dict):
+        raise wrong_value(place, part, "an object with a type")
+    kind = part.get("type")
+    if not isinstance(kind, str) or kind not in types:
+        raise field_error(
+            place, f'is of type {shown(kind)}; only text is supported: {{"type": "text", "text": ...}}'
+        )
+    field = types[kind]
+    if not isinstance(text := part.get(field), str):
+        raise wrong_value(f"{place}.{field}", text, "a text")
+    check_part(part, (field,), place, f"a part of type {kind}")
+    return text
 
 
 def _plain_call(call: Any, place: str, read: Collection[str]) -> dict[str, Any]:
