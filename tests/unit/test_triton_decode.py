@@ -261,8 +261,8 @@ def check_gather() -> None:
 
     table = torch.arange(40, dtype=torch.int32).view(4, 10)
     out = torch.full((8,), -1, dtype=torch.int32)
-    arguments = table, words(3, 1), words(33, 16), words(0, 3, 4), words(2, 0), out, 10, 10
-    _gather_blocks[(2, 1)](*arguments, BLOCK_SIZE=16, PACKED=True, COLUMNS=4)
+    arguments = table, words(3, 1), words(33, 16), words(0, 3, 4), words(2, 0), out, 10
+    _gather_blocks[(2, 1)](*arguments, BLOCK_SIZE=16, COLUMNS=4)
     assert out.tolist() == [32, 33, 34, 10, -1, -1, -1, -1]
 
 
