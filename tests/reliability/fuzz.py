@@ -707,10 +707,11 @@ class OpenAiFuzz:
             return draw.json()
         rng, kind = draw.rng, self.ROUTES[path]
         hints = typing.get_type_hints(kind)
-        body: dict[str, Any] = {}
+        careful = draw.chance(0.5)  # or one value in five is any JSON: few such requests are answered
+        body: dict[str, Any] = {"stream": True} if "stream" in hints and draw.chance(0.3) else {}
         for field in msgspec.structs.fields(kind):
             if field.required or draw.chance(2.5 / len(hints)):
-                right = draw.chance(0.8)
+                right = careful or draw.chance(0.8)
                 body[field.name] = self._value(draw, field.name, hints[field.name]) if right else draw.json()
         if draw.chance(0.03):
             name = rng.choice(list(hints))
