@@ -106,7 +106,7 @@ def read_scenario(path: Path) -> Scenario:
         points = _points(load)
         dataset = load.pop("dataset")
         if dataset not in KINDS:
-            raise ValueError(f"{path}: dataset {dataset!r} must be one of {', '.join(KINDS)}")
+            raise ValueError(f"dataset {dataset!r} must be one of {', '.join(KINDS)}")
         ramp = load.pop("ramp", None)
         scenario = Scenario(
             row=table.pop("row"),
@@ -126,7 +126,9 @@ def read_scenario(path: Path) -> Scenario:
             seed=load.pop("seed", 0),
             tensor_parallel_size=table.pop("tensor_parallel_size", 1),
         )
-    except (KeyError, TypeError) as error:
+    except KeyError as error:
+        raise ValueError(f"{path}: the key {error.args[0]} is missing") from None
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
     if table or load:
         raise ValueError(f"{path}: unknown keys {sorted(table) + sorted(load)}")
@@ -145,7 +147,7 @@ def _points(load: dict[str, Any]) -> tuple[Point, ...]:
     if rates := load.pop("request_rates", None):
         seconds, count = load.pop("seconds", None), load.pop("num_prompts", None)
         if (seconds is None) == (count is None):
-            raise KeyError("request_rates needs either seconds or num_prompts")
+            raise ValueError("request_rates needs either seconds or num_prompts")
         return tuple(Point(float(r), count or math.ceil(r * seconds)) for r in rates)
     rate = float(load.pop("request_rate", math.inf))
     return (Point(rate, load.pop("num_prompts"), load.pop("max_concurrency", None)),)

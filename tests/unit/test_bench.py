@@ -150,6 +150,19 @@ def test_every_scenario_can_be_read_and_says_what_it_serves_for():
         find_scenario("nothing")
 
 
+def test_a_wrong_scenario_is_named_with_its_file_and_key(tmp_path):
+    text, path = (ROOT / "perf_configs/scenarios/protocols/small.toml").read_text(), tmp_path / "s.toml"
+    for old, new, words in [
+        ("title", "other_title", "the key title is missing"),
+        ("dataset = ", "dataset = 'none' # ", "dataset 'none' must be one of"),
+        ("[load]", "[load]\nmore = 1", r"unknown keys \['more'\]"),
+        ("[load]", "[load", "is not TOML"),
+    ]:
+        path.write_text(text.replace(old, new, 1))
+        with pytest.raises(ValueError, match=rf"s\.toml:? {words}"):
+            read_scenario(path)
+
+
 def test_a_scenario_of_known_lengths_tells_them_by_priority(server, load, tmp_path):
     text, path = (ROOT / "perf_configs/scenarios/protocols/small.toml").read_text(), tmp_path / "s.toml"
     for wrong in ("true", "-0.5"):
