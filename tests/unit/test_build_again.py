@@ -93,6 +93,16 @@ def test_a_folder_of_an_older_build_is_not_given_another_checkpoint(build, check
     assert (values(tmp_path)["model_dir"], values(tmp_path)["max_num_seqs"]) == (str(checkpoint), "8")
 
 
+def test_a_changed_record_is_no_reason_to_fail(build, tmp_path):
+    assert build()[0] == 0
+    file = tmp_path / "repo/build.json"
+    record = json.loads(file.read_text())
+    record["values"] |= {"max_num_seqs": "many", "max_queue_size": "77"}
+    file.write_text(json.dumps(record))
+    status, _, err = build()
+    assert status == 0 and "max_num_seqs (256, was many), max_queue_size (" in err
+
+
 def test_what_follows_from_others_changes_with_them_without_a_word(build, tmp_path):
     given = ["max_num_seqs=2048", "triton_max_batch_size=8"]
     assert build("--set", *given, "--llm-name", "tensorrt_llm")[0] == 0

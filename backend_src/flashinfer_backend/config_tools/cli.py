@@ -283,7 +283,10 @@ def _shared_ports(several: dict[str, dict[str, str]]) -> list[str]:
 def _followed(knob: str, before: dict[str, str], llm_name: str) -> bool:
     """Whether a knob had the value that followed from the others, so that it changes as they do."""
     others = {name: value for name, value in before.items() if name != knob}
-    return knob in settings.FOLLOWING and settings.complete(others, llm_name)[knob] == before[knob]
+    try:
+        return knob in settings.FOLLOWING and settings.complete(others, llm_name)[knob] == before[knob]
+    except ValueError:  # no number: somebody has changed the record
+        return False
 
 
 def _checkpoint(before: dict[str, str]) -> dict[str, str]:
