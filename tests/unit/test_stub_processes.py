@@ -59,7 +59,7 @@ def start(shm: Path, tmp_path: Path) -> Iterator[Start]:
 
 
 def test_memory_of_a_stub_that_ends_by_itself_is_removed(shm: Path, start: Start) -> None:
-    start("ends", SERVER, "sleep 1")
+    start("ends", SERVER, "sleep 2")
     start("others", OTHER, ENDLESS)
     (shm / "gone").write_bytes(b"memory")
     assert stub_processes.Stub(SERVER, str(SERVER), "gone").memory_bytes() == 6
