@@ -32,7 +32,6 @@ from client.arguments import argument_parser, integer, positive, seconds
 from client.machine import facts
 from flashinfer_backend.core import processes
 from flashinfer_backend.core.config import EngineConfig
-from flashinfer_backend.openai.arguments import LOGITS_ROOM
 from flashinfer_backend.openai.model import Model, WorkerOptions
 from flashinfer_backend.openai.supervisor import Supervisor
 from flashinfer_backend.transport import protocol, rundir
@@ -146,7 +145,6 @@ def serve_api(run_dir: Path, port: int, workers: int) -> None:
     options = WorkerOptions(
         models=[Model(["bundled"], EngineConfig(model_dir="bundled"), str(run_dir))],
         max_body_bytes=1 << 20,
-        prompt_logits_bytes=LOGITS_ROOM,
         receive_s=60,
         drain_s=1,
         metrics_dir=str(run_dir.parent / f"{os.getpid()}-metrics"),

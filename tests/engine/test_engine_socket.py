@@ -15,7 +15,7 @@ import zmq
 
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.sampling_params import SamplingParams
-from flashinfer_backend.openai.link import EngineLink, LogitsRoom, Streams
+from flashinfer_backend.openai.link import EngineLink, Streams
 from flashinfer_backend.serving.engines import Engines
 from flashinfer_backend.serving.generation import GenerationRequest
 from flashinfer_backend.text.delta import DeltaDecoder
@@ -213,7 +213,7 @@ def test_tokens_that_cannot_be_read_fail_their_request_alone(engine: EngineSocke
     async def both() -> list[Any]:
         ticks = rundir.start_ticks(os.getpid())
         records.write(tmp_path / records.ENGINE, records.EngineRecord(os.getpid(), ticks, ready=True))
-        link = EngineLink(Engines(tmp_path, 1), asyncio.get_running_loop(), LogitsRoom())
+        link = EngineLink(Engines(tmp_path, 1), asyncio.get_running_loop())
         await asyncio.to_thread(heard, engine, protocol.Hello)
         engine.send_status(protocol.Status(os.getpid(), "cpu", 2048, 64, 64, 4, 16, 100))
         await asyncio.to_thread(link.engines.wait_ready)

@@ -49,7 +49,7 @@ ASKED: list[dict[str, Any]] = [
     {"repetition_penalty": 1.3, "log_probs": True, "top_logprobs": 3},
     {"presence_penalty": 0.5, "frequency_penalty": 0.5},
     {"bad_words": [[4], [9, 5]], "bias_ids": [7], "bias_values": [2.0], "allowed_ids": list(range(3, 90))},
-    {"context_logits": True},
+    {"context_logits": True, "prompt_log_probs": 1},
     {"generation_logits": True},
 ]
 
@@ -61,7 +61,8 @@ def served(core: Core, run_dir: Path, max_tokens: int) -> tuple[Any, ...]:
     with serve(core, run_dir) as client:
         first = client.generate(PROMPTS, params)
         log_probs = [p for report in client.reports[4] for p in [report.log_prob] if p is not None]
-        context = client.reports[7][0].context_logits
+        context, told = client.reports[7][0].context_logits, client.reports[7][0].prompt_log_probs
+        log_probs += np.frombuffer(told, "<f4").reshape(-1, 4)[:, [0, 3]].ravel().tolist()
         longest = max(PROMPTS, key=len)
         again = client.generate([longest, longest], params[0])
     core.close()

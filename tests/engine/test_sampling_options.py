@@ -113,6 +113,17 @@ def check(
             np.frombuffer(sent, "<f4").reshape(start, VOCAB), logits[:start], atol=1e-4
         )
         assert reports[0].context_logits is sent, "context logits come with the first token"
+    if p.prompt_log_probs is not None:
+        (told,) = [e.prompt_log_probs for e in reports if e.prompt_log_probs is not None]
+        assert reports[0].prompt_log_probs is told, "so do log probabilities of the prompt"
+        most, rows = p.prompt_log_probs, np.frombuffer(told, "<i4").reshape(start - 1, -1)
+        reference = logits[: start - 1].log_softmax(-1)
+        own = reference[torch.arange(start - 1), torch.tensor(prompt[1:])]
+        np.testing.assert_allclose(rows[:, :1].view("<f4").ravel(), own, atol=1e-4)
+        assert rows[:, 1].tolist() == (reference >= own.unsqueeze(1)).sum(1).tolist()
+        values, ids = reference.topk(most)
+        assert rows[:, 2 : 2 + most].tolist() == ids.tolist()
+        np.testing.assert_allclose(rows[:, 2 + most :].view("<f4"), values, atol=1e-4)
 
 
 def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
@@ -149,7 +160,7 @@ def features(prompt: list[int], plain: list[int]) -> dict[str, SamplingParams]:
         "greedy in spite of filters": params(top_k=3, top_p=0.5),
         "min_tokens": params(end_id=plain[4], min_tokens=12, log_probs=True, generation_logits=True),
         "late ids": params(late_ids=[plain[2], plain[5], 250], min_tokens=9),
-        "log_probs": params(log_probs=True),
+        "log_probs": params(log_probs=True, prompt_log_probs=4),
         "log_probs of samples": params(log_probs=True, temperature=1.0, end_id=plain[9]),
         "generation logits": params(generation_logits=True, temperature=1.0, seed=4),
         "context logits": params(context_logits=True),
@@ -170,6 +181,7 @@ def features(prompt: list[int], plain: list[int]) -> dict[str, SamplingParams]:
             log_probs=True,
             generation_logits=True,
             context_logits=True,
+            prompt_log_probs=0,
             **bias,
         ),
     }

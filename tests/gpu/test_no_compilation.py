@@ -59,6 +59,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "top log probs": {"log_probs": True, "top_logprobs": 5},
     "generation logits": {"generation_logits": True},
     "context logits": {"context_logits": True},
+    "log probs of prompts": {"prompt_log_probs": 0},
+    "top log probs of prompts": {"prompt_log_probs": 20},
     "all at once": {
         "top_k": 20,
         "top_p": 0.9,

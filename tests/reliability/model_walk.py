@@ -74,23 +74,27 @@ GUIDES = ("[A-Z]{2,9}(ab|cd){1,4}x?", "(once-upon-a-time|once|twice)(-again){0,3
 
 @dataclass
 class Answer:
-    """reports: of each token, as far as the request asked for some. context: logits of the prompt."""
+    """reports: of each token, as far as the request asked for some. context: logits of the prompt; prompt:
+    log probabilities of its tokens."""
 
     tokens: list[int] = field(default_factory=list)
     reports: list[protocol.RowReport] = field(default_factory=list)
     context: np.ndarray | None = None
+    prompt: np.ndarray | None = None
 
     def hear(self, reports: list[protocol.RowReport]) -> None:
         for report in reports:
             if report.context_logits is not None:
                 self.context = np.frombuffer(report.context_logits, "<f4")
+            if report.prompt_log_probs is not None:
+                self.prompt = np.frombuffer(report.prompt_log_probs, "<f4")[::2]
             if report.log_prob is not None or report.generation_logits is not None:
                 self.reports.append(report)
 
     def numbers(self, count: int) -> np.ndarray:
         """Those that came with the first `count` tokens. Of the likeliest tokens only how likely they are:
         some are as likely as others."""
-        told: list[Any] = [[] if self.context is None else self.context]
+        told: list[Any] = [[] if own is None else own for own in (self.context, self.prompt)]
         for report in self.reports[:count]:
             told.append([0.0 if report.log_prob is None else report.log_prob])
             told.append(np.frombuffer(report.top_logprobs or b"", TOP_LOGPROBS)["log_prob"])
@@ -203,6 +207,7 @@ class _AtOnce:
 class ModelWorld(World):
     """A real runner in place of the model of a device."""
 
+    tells_prompts = False
     patience_s = 0.0  # a walk does not depend on how long its steps take
 
     def __init__(

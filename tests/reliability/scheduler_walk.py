@@ -30,6 +30,7 @@ from unittest import mock
 
 import msgspec
 import numpy as np
+import torch
 
 from client.arguments import integer
 from flashinfer_backend.cache.groups import decoding_blocks, tail_blocks
@@ -50,6 +51,7 @@ from flashinfer_backend.scheduler import scheduler
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
 from flashinfer_backend.scheduler.scheduler import Scheduler
 from flashinfer_backend.transport import protocol
+from flashinfer_backend.worker.runner import PromptReports
 
 VOCABULARY = 50
 ADAPTERS, BROKEN = ("sql", "chat", "code"), "the adapter is broken, as it was told to"
@@ -225,6 +227,7 @@ def expected(
 class World:
     """A loop with its device and its clients. Events are methods; each turn of the loop is checked."""
 
+    tells_prompts = True  # the device tells the tokens themselves in the place of their log probabilities
     patience_s = 0.002  # of requests that wait for an adapter's place
 
     def __init__(self, settings: Settings, seed: int) -> None:
@@ -460,12 +463,17 @@ class World:
         return messages
 
     def send_tokens(self, pid: int, frame: bytes, reports: Any) -> None:
+        told = {each.local_id: each.prompt_log_probs for each in reports or [] if each.prompt_log_probs}
         for local_id, token, code in protocol.unpack_tokens(frame).tolist():
             handle = protocol.make_handle(pid, local_id)
             if handle in self.leaving or handle in self.lost:
                 continue
             asked = self.asked.get(handle)
             assert asked is not None, f"request {handle} hears something after its end"
+            if code != protocol.FINISHED_CANCELLED and not asked.got and self.tells_prompts:
+                wanted = asked.params.prompt_log_probs is not None and len(asked.prompt) > 1
+                following = np.array(asked.prompt[1:], "<i4").tobytes() if wanted else None
+                assert told.get(local_id) == following, f"request {handle} is told of another prompt"
             if token != protocol.NO_TOKEN:
                 asked.got.append(token)
             right = asked.got == asked.answer[: len(asked.got)]
@@ -556,7 +564,9 @@ class World:
         logits = [
             (row, np.zeros((plan.lengths[row], VOCABULARY), np.float32)) for row in plan.logits_rows.tolist()
         ]
-        return SimpleNamespace(plan=plan, download=self, tokens=tokens, context_logits=logits, failed=failed)
+        told = [(row, torch.tensor(np.frombuffer(following, "<i4"))) for row, _, following in plan.told]
+        prompts = PromptReports(logits, told, failed)
+        return SimpleNamespace(plan=plan, download=self, tokens=tokens, prompts=prompts)
 
     def load_adapter(self, place: int, folder: str) -> Future[Adapter]:
         """As AdapterLoader.load."""
@@ -721,6 +731,7 @@ class Load:
             end_id=rng.choice([-1, -1, 3, *END_IDS]),
             stop_sequences=rng.choice([[], [], [[5]], [[2, 3], [9]]]),
             context_logits=rng.random() < 0.1,
+            prompt_log_probs=0 if self.adapters.random() < 0.08 else None,
             generation_logits=rng.random() < 0.1,
             frequency_penalty=rng.choice([0.0, 0.0, 0.5]),
             adapter=self.adapters.choice(["", *ADAPTERS]) if self.world.settings.adapters else "",

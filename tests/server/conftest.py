@@ -15,7 +15,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from metering import BLOCKS, metrics_port_open
-from openai_server import KEY, LOGITS_MIB, OpenAiServer, model_with_template, openai_running
+from openai_server import KEY, OpenAiServer, model_with_template, openai_running
 from running import (
     JSON_LOGITS_MIB,
     LLM_LOGITS_MIB,
@@ -133,10 +133,8 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def api(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAiServer]:
-    """The OpenAI API with an engine of its own that drafts, for tests that leave it as it was. LOGITS_MIB is
-    little, so that few prompts fill it."""
-    options = [*NGRAM, "--prompt-logits-mib", str(LOGITS_MIB)]
-    with shared(openai_running(chat_model, tmp_path_factory.mktemp("openai"), *options)) as started:
+    """The OpenAI API with an engine of its own that drafts, for tests that leave it as it was."""
+    with shared(openai_running(chat_model, tmp_path_factory.mktemp("openai"), *NGRAM)) as started:
         yield started
 
 

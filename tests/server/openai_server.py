@@ -19,7 +19,6 @@ from running import TIMEOUT_S, Launched, fetch, while_ready
 from engine.harness import shallow_model
 from ports import free_ports
 
-LOGITS_MIB = 4  # of the session's API: 512 tokens of the bundled model
 KEY = "sk-one"  # of the server with the scripted model
 CALL_TOKEN = 2  # of model_with_template
 # Shows tools, reasoning and a system prompt to the bundled model in its own form of questions and answers.

@@ -21,7 +21,7 @@ from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.core.step import TOP_LOGPROBS
 from flashinfer_backend.openai import chat, completions
 from flashinfer_backend.openai.answer import take_text
-from flashinfer_backend.openai.link import EngineLink, LogitsRoom, Stream, Streams
+from flashinfer_backend.openai.link import EngineLink, Stream, Streams
 from flashinfer_backend.openai.log_probs import (
     TokenLists,
     TokenTexts,
@@ -75,7 +75,7 @@ def answered(tmp_path: Path) -> Answered:
         served = ServedModel(model, metrics)
 
         async def run() -> tuple[str, str | None]:
-            served.link = EngineLink(Sent(), asyncio.get_running_loop(), LogitsRoom())  # type: ignore[arg-type]
+            served.link = EngineLink(Sent(), asyncio.get_running_loop())  # type: ignore[arg-type]
             params = SamplingParams(max_tokens=99)
             row = GenerationRequest(
                 np.array(prompt, "<i4"), params, streaming, True, stops, exclude and bool(stops)

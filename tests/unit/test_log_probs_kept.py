@@ -19,7 +19,7 @@ from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.core.step import StepOutput
 from flashinfer_backend.openai import chat, completions
 from flashinfer_backend.openai.errors import ApiError
-from flashinfer_backend.openai.link import EngineLink, LogitsRoom
+from flashinfer_backend.openai.link import EngineLink
 from flashinfer_backend.openai.model import Model
 from flashinfer_backend.openai.requests import ChatRequest, CompletionRequest, decode
 from flashinfer_backend.openai.served_model import ServedModel
@@ -86,7 +86,7 @@ async def submitted(body: dict[str, Any]) -> int:
     )
     model = Model(["small"], EngineConfig(model_dir=str(resolve_model_dir("bundled"))), openai_defaults=True)
     served = ServedModel(model, Any)
-    served.link = EngineLink(engines, asyncio.get_running_loop(), LogitsRoom())
+    served.link = EngineLink(engines, asyncio.get_running_loop())
     data = json.dumps({"model": "small", **body}).encode()
     if "messages" in body:
         await chat.chat(served, decode(ChatRequest, data))()

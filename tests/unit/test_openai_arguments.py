@@ -217,7 +217,7 @@ def test_as_many_connections_as_there_are_files_for():
         (main, "--allowed-origins", "https://Chat.example",  # no browser sends it so
          "https://Chat.example: an origin is a scheme, a host and perhaps a port"),
         (main, "--max-prompt-bytes", "-1", "-1: it should be a whole number from 0 to"),
-        (main, "--prompt-logits-mib", "inf", "inf: it should be a whole number from 0 to"),
+        (main, "--max-prompt-bytes", "inf", "inf: it should be a whole number from 0 to"),
         (launcher.main, "--drain-seconds", "nan", "nan: it should be 0 to 86400 seconds"),
         (launcher.main, "--http-port", "65536", "65536: it should be a whole number from 1 to 65535"),
         (launcher.main, "--openai-port", "-9", "-9: it should be a whole number from 1 to 65535"),

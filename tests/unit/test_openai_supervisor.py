@@ -36,7 +36,6 @@ def options(folder: Path) -> WorkerOptions:
     return WorkerOptions(
         models=[Model(["bundled"], EngineConfig(model_dir="bundled"), str(folder / "run"))],
         max_body_bytes=1,
-        prompt_logits_bytes=1,
         receive_s=60,
         drain_s=0,
         metrics_dir=str(folder / "metrics"),

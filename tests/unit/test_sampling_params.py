@@ -21,6 +21,7 @@ ASKING: dict[str, Any] = {
     "end_id": None,
     "stop_sequences": None,  # found by the loop
     "context_logits": None,  # of the prompt, before anything is sampled
+    "prompt_log_probs": None,  # likewise
     "perf_metrics": None,
     "speculative_decoding": None,  # of the scheduler
     "adapter": None,  # of the layers

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Room for what may be held at the same time: who wants some waits for their turn.
 
-A gate belongs to one thread: that of the OpenAI API's event loop, or of the engine's loop.
+A gate belongs to one thread, that of the engine's loop.
 """
 
 import bisect
@@ -25,15 +25,9 @@ class Ticket:
 class Gate:
     """Bounds the bytes of all who are inside. One who wants more than the bound goes in alone."""
 
-    def __init__(
-        self,
-        most: int,
-        changed: Callable[[int, int], None] = lambda held, waiting: None,
-        most_waiting: int | None = None,
-    ) -> None:
-        """most: bytes. changed: told of the bytes inside and of how many wait, when one of them changes.
-        most_waiting: tickets in the line, None: any number."""
-        self._most, self._changed, self._most_waiting = most, changed, most_waiting
+    def __init__(self, most: int) -> None:
+        """most: bytes."""
+        self._most = most
         self.held = 0  # bytes
         self._waiting: list[Ticket] = []  # in their order
         self._came = 0
@@ -42,15 +36,12 @@ class Gate:
     def waiting(self) -> int:
         return len(self._waiting)
 
-    def enter(self, ticket: Ticket) -> bool:
-        """The ticket goes in, or into the line. False: too many wait already."""
-        if self._most_waiting is not None and len(self._waiting) >= self._most_waiting:
-            return False
+    def enter(self, ticket: Ticket) -> None:
+        """The ticket goes in, or into the line."""
         self._came += 1
         ticket.waiting, ticket.number = True, self._came
         bisect.insort(self._waiting, ticket, key=_turn)
         self._admit()
-        return True
 
     def leave(self, *tickets: Ticket) -> None:
         """Gives tickets back, also from the line: all of them before another one goes in. May be called
@@ -70,7 +61,6 @@ class Gate:
             ticket.waiting, ticket.inside = False, True
             self.held += ticket.size
             ticket.start()
-        self._changed(self.held, len(self._waiting))
 
 
 def _turn(ticket: Ticket) -> tuple[int, int]:

@@ -52,6 +52,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     log_probs: bool = False
     top_logprobs: int = 0  # most likely tokens of each step to report, with log_probs
     context_logits: bool = False
+    prompt_log_probs: int | None = None  # of its tokens, and of how many likeliest ones in each place
     generation_logits: bool = False
     perf_metrics: bool = False
     pooled: bool = False  # what a model with pooling gives; max_tokens is 1 then, and the token means nothing
@@ -79,6 +80,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         """How many ids its lists have, as MOST_LISTED_IDS counts them."""
         words = sum(map(len, self.stop_sequences)) + BAD_WORD_IDS * sum(map(len, self.bad_words))
         return words + len(self.late_ids) + len(self.allowed_ids) + len(self.bias_ids)
+
+    @property
+    def reports_prompt(self) -> bool:
+        """Whether something is told of each token of the prompt, for which all of it is computed."""
+        return self.context_logits or self.prompt_log_probs is not None
 
     @property
     def asks_for_logits(self) -> bool:

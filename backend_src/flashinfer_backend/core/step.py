@@ -73,6 +73,9 @@ class StepPlan:
     stateful: np.ndarray = field(default_factory=lambda: NONE)  # indices of those whose slot has a state
     new: list[NewSequence] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)  # handles of sequences with a state that are gone
+    # (row, most, int32 little endian) of chunks of prompts whose log probabilities are wanted: of the `most`
+    # likeliest tokens in each place, and of the prompt's own, which follow the chunk's tokens
+    told: list[tuple[int, int, bytes]] = field(default_factory=list)
     # For the proposer of drafts, where there is one.
     drafts: int = 0  # how many the sampling rows are given for their next step
     # int32 [GIVEN rows], the known token behind the row's last one; -1 where it is sampled
@@ -141,6 +144,11 @@ class StepPlan:
         """Rows that want the logits of all of their tokens, intp."""
         return (self.wants & Wants.LOGITS).nonzero()[0]
 
+    @property
+    def reports_prompts(self) -> bool:
+        """Whether a row wants something of each of its tokens that is not sampled."""
+        return bool(self.told) or len(self.logits_rows) > 0
+
     @cached_property
     def sample_slots(self) -> np.ndarray:
         """int32 [s]"""
@@ -163,7 +171,7 @@ class StepPlan:
         for name, value in values.items():
             if name == "new":
                 values[name] = msgspec.convert(value, list[NewSequence])
-            elif isinstance(value, list) and name not in ("freed", "recalled"):
+            elif isinstance(value, list) and name not in ("freed", "recalled", "told"):
                 dtype, shape, content = value
                 values[name] = np.frombuffer(content, dtype).reshape(shape).copy()
         return cls(**values)

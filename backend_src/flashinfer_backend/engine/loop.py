@@ -219,11 +219,14 @@ class EngineLoop:
                 raise
             self._abandon(plan, error)
             return
-        for row, logits in launched.context_logits:
+        prompts = launched.prompts
+        for row, logits in prompts.logits:
             self._keep_context_logits(plan, row, logits)
-        if launched.failed:
+        for row, found in prompts.log_probs:
+            self._request(plan, row).keep_log_probs(int(plan.starts[row]), found)
+        if prompts.failed:
             self._read_all()  # what came before is sent before
-        for row, why in launched.failed:
+        for row, why in prompts.failed:
             self._fail(int(plan.slots[row]), why)
         self.in_flight.append(launched)
 
@@ -264,10 +267,14 @@ class EngineLoop:
     def _send_failure(self, request: Request, why: str, refused: bool = False) -> None:
         self.socket.send_failure(protocol.Failure(request.handle, why, refused))
 
-    def _keep_context_logits(self, plan: StepPlan, row: int, logits: np.ndarray) -> None:
+    def _request(self, plan: StepPlan, row: int) -> Request:
+        """That of a row of a step which has only just been launched."""
         request = self.scheduler.table.requests[int(plan.slots[row])]
-        assert request is not None  # its step has only just been launched
-        start = int(plan.starts[row])
+        assert request is not None
+        return request
+
+    def _keep_context_logits(self, plan: StepPlan, row: int, logits: np.ndarray) -> None:
+        request, start = self._request(plan, row), int(plan.starts[row])
         if len(logits) == len(request.prompt):
             request.context_logits = logits
         else:

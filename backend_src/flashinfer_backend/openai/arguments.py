@@ -15,7 +15,6 @@ KEYS_VARIABLE = "FLASHINFER_BACKEND_API_KEYS"
 RECEIVE_S = 60
 REQUEST_BYTES = 32 << 20
 PROMPT_BYTES = 1 << 20
-LOGITS_ROOM = 512 << 20  # bytes, for logits of prompts
 CONNECTIONS = "max-connections"
 STORE = "store-mib"
 
@@ -91,11 +90,6 @@ API_ARGUMENTS: dict[str, dict[str, Any]] = {
         "metavar": "BYTES", "type": count, "default": PROMPT_BYTES,
         "help": "longest prompt, in bytes; 0: no limit"
         f" (default: {PROMPT_BYTES}, {PROMPT_BYTES >> 20} MiB)",
-    },
-    "prompt-logits-mib": {
-        "metavar": "MIB", "type": count, "default": LOGITS_ROOM >> 20,
-        "help": "MiB of memory of each process for the logits of prompts with requested log probabilities;"
-        f" a larger prompt takes all of it alone (default: {LOGITS_ROOM >> 20})",
     },
     STORE: {
         "metavar": "MIB", "type": count, "default": 0,

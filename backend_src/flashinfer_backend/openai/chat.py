@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """/v1/chat/completions."""
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,14 +34,14 @@ from flashinfer_backend.openai.formats.events import (
 )
 from flashinfer_backend.openai.formats.json_scan import ValueScanner
 from flashinfer_backend.openai.formats.reasoning import is_opened
-from flashinfer_backend.openai.link import ClientLeft, Stream, Streams
+from flashinfer_backend.openai.link import Stream, Streams
 from flashinfer_backend.openai.log_probs import (
+    PromptLogProbs,
     chat_log_probs,
     check_log_probs,
-    check_prompt_logits,
+    check_not_streamed,
     in_thread_if_many,
     prompt_log_probs,
-    reduced,
 )
 from flashinfer_backend.openai.requests import ChatRequest, Sampling
 from flashinfer_backend.openai.sampling import (
@@ -184,18 +183,14 @@ class Turn:
             served, request, self.prompt, self.tokens, length, self.streaming, self.guide, stops
         )
         row.params.log_probs, row.params.top_logprobs = log_probs, top
-        row.params.context_logits = prompt_top is not None
-
+        row.params.prompt_log_probs = prompt_top
         if prompt_top is not None:
-            size = len(self.prompt)
-            check_prompt_logits("prompt_logprobs", "prompt_logprobs", request.stream, size, served.limits)
+            check_not_streamed("prompt_logprobs", "prompt_logprobs", request.stream)
         told = 0 if prompt_top is None else 1 + prompt_top
         asks = "prompt_logprobs" if told and not log_probs else "top_logprobs"
         fields = (asks, max_tokens_field, *("n" for _ in range(n > 1)))
         check_log_probs([(row, n)], told, request.stream, not told, *fields)
-        self.streams = await served.generate(
-            [(row, n)], self.skip_special_tokens, partial(reduced, top=prompt_top or 0)
-        )
+        self.streams = await served.generate([(row, n)], self.skip_special_tokens)
 
     def reader(self) -> Reader:
         if self.tools.named is not None:
@@ -445,10 +440,9 @@ class _Reply(Choices):
         body = self._whole(self._choices(events, chunks))
         if self._request.return_token_ids:
             body["prompt_token_ids"] = self._turn.prompt
-        if (logits := self._turn.streams.all[0].logits) is not None:
-            if (told := await asyncio.wrap_future(logits.reduced)) is None:
-                raise ClientLeft
-            top, texts = self._request.prompt_logprobs or 0, self._turn.served.token_texts
+        if (top := self._request.prompt_logprobs) is not None:
+            ids, (whole,) = self._turn.streams.all[0].row.prompt, chunks[0]
+            told, texts = PromptLogProbs(ids, whole.prompt_log_probs), self._turn.served.token_texts
             write = partial(prompt_log_probs, told, top, texts)
             body["prompt_logprobs"] = await in_thread_if_many(write, len(told.prompt), top)
         return body

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """/v1/completions."""
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,16 +11,16 @@ from starlette.responses import Response
 from flashinfer_backend.core.bounds import MOST_CHOICES
 from flashinfer_backend.openai.answer import Choices, finish_reason, respond, take_text
 from flashinfer_backend.openai.errors import ApiError, field_error
-from flashinfer_backend.openai.link import ClientLeft, Stream, Streams
+from flashinfer_backend.openai.link import Stream, Streams
 from flashinfer_backend.openai.log_probs import (
+    PromptLogProbs,
     TokenLists,
     check_log_probs,
-    check_prompt_logits,
+    check_not_streamed,
     in_thread_if_many,
     mean,
     prompt_lists,
     prompt_log_probs,
-    reduced,
 )
 from flashinfer_backend.openai.requests import CompletionRequest
 from flashinfer_backend.openai.sampling import (
@@ -64,29 +63,28 @@ def completions(served: ServedModel, request: CompletionRequest) -> Answering:
             prompts = await served.encode(given, request.add_special_tokens)
             _check_ids(prompts, limits)
         echoed, by_id = bool(request.echo) and request.logprobs is not None, request.prompt_logprobs
-        waits = echoed or by_id is not None  # for room of another kind
-        await served.prepare(1 if waits else count * len(prompts))
+        told_of = echoed or by_id is not None  # each token of the prompts
+        top = max((request.logprobs or 0) * echoed, by_id or 0)
+        await served.prepare(count * len(prompts))
         prompts = [shortened(prompt, request, limits) for prompt in prompts]
-        longest = max(map(len, prompts))
         if echoed:
-            check_prompt_logits("echo with logprobs", "echo", request.stream, longest, limits)
+            check_not_streamed("echo with logprobs", "echo", request.stream)
         if by_id is not None:
-            check_prompt_logits("prompt_logprobs", "prompt_logprobs", request.stream, longest, limits)
+            check_not_streamed("prompt_logprobs", "prompt_logprobs", request.stream)
         rows = []
         for prompt in prompts:
             length = Length(len(prompt), 1 if request.max_tokens == 0 else request.max_tokens)
             row = generation_request(served, request, prompt, tokens, length, bool(request.stream), guide)
             row.params.log_probs = request.logprobs is not None or count > n
             row.params.top_logprobs = request.logprobs or 0
-            row.params.context_logits = echoed or by_id is not None
+            row.params.prompt_log_probs = top if told_of else None
             rows.append((row, count))
         told = (1 + (request.logprobs or 0)) * echoed + (0 if by_id is None else 1 + by_id)
         number = "best_of" if count > n else "n"
         asks = "logprobs" if request.logprobs is not None else number if count > n else "prompt_logprobs"
         fields = dict.fromkeys((asks, "max_tokens", number, "number of prompts"))
         check_log_probs(rows, told, request.stream, count == n and not told, *fields)
-        top = max((request.logprobs or 0) * echoed, by_id or 0)
-        streams = await served.generate(rows, request.skip_special_tokens, partial(reduced, top=top))
+        streams = await served.generate(rows, request.skip_special_tokens)
         return respond(served, streams, _Reply(served, request, streams, count), request.stream)
 
     return answer
@@ -136,7 +134,8 @@ class _Reply(Choices):
         super().__init__(served, request, streams, "cmpl", "text_completion")
         self._served, self._request, self._streams, self._count = served, request, streams, count
         self._decoder = served.decoder(request.skip_special_tokens)
-        self._reported: Stream | None = None  # the first sequence of the prompt that `_report` tells of
+        self._told: dict[int, PromptLogProbs] = {}  # of each prompt, by its place in the request
+        self._reported: int | None = None  # the prompt that `_report` tells of
         self._report = PromptReport(None, None)
 
     def _take(self, stream: Stream, chunk: Chunk) -> str:
@@ -169,11 +168,9 @@ class _Reply(Choices):
         n = self._request.n or 1
         found: dict[int, _Made] = {}
         async for stream, chunk in self._streams:
-            first = self._first(stream)
-            if first.logits is not None and await asyncio.wrap_future(first.logits.reduced) is None:
-                if stream is first:
-                    raise ClientLeft
-                continue  # the first one has failed, which comes next
+            if stream.row.params.prompt_log_probs is not None and stream.index % self._count == 0:
+                told = PromptLogProbs(stream.row.prompt, chunk.prompt_log_probs)
+                self._told[stream.index // self._count] = told
             context_ids = stream.context_ids
             text = self._take(stream, chunk)
             found[stream.index] = _Made(stream, text, context_ids, chunk, self._finish_reason(chunk))
@@ -185,17 +182,10 @@ class _Reply(Choices):
             best += made[:n]
         return self._whole(self._choices(best))
 
-    def _first(self, stream: Stream) -> Stream:
-        """The first sequence of its prompt."""
-        return self._streams.all[stream.index - stream.index % self._count]
-
-    async def _prompt_report(self, first: Stream) -> PromptReport:
+    async def _prompt_report(self, prompt: int) -> PromptReport:
         """What is told of a prompt. It is written once for its completions, which follow each other."""
-        if first.logits is None:
-            return PromptReport(None, None)
-        if self._reported is not first:
-            request, served, found = self._request, self._served, first.logits.reduced.result()
-            assert found is not None
+        if self._reported != prompt and (found := self._told.get(prompt)) is not None:
+            request, served = self._request, self._served
             echoed = request.echo and request.logprobs is not None
             top, by_id = request.logprobs or 0, request.prompt_logprobs
 
@@ -206,7 +196,7 @@ class _Reply(Choices):
                 )
 
             self._report = await in_thread_if_many(write, len(found.prompt), max(top, by_id or 0))
-            self._reported = first
+            self._reported = prompt
         return self._report
 
     async def _choices(self, made: list[_Made]) -> AsyncIterator[dict[str, Any]]:
@@ -214,7 +204,7 @@ class _Reply(Choices):
         it is sent: before, it would be held n times."""
         request = self._request
         for index, (stream, text, context_ids, chunk, finish) in enumerate(made):
-            report = await self._prompt_report(self._first(stream))
+            report = await self._prompt_report(stream.index // self._count)
             offset = 0 if report.lists is None else report.lists.offset
             every = lists = await self._lists(chunk, context_ids, offset)
             if report.lists is not None:

@@ -10,21 +10,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import mod
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 
 from flashinfer_backend.core.bounds import MOST_LOG_PROBS
 from flashinfer_backend.openai.errors import ApiError
-from flashinfer_backend.openai.sampling import EngineLimits
 from flashinfer_backend.serving.generation import Chunk, GenerationRequest
 from flashinfer_backend.text.delta import CONTEXT_IDS, DeltaDecoder
 
 MANY = 2000  # log probabilities that take some 4 ms to write
 LOWEST = -9999.0  # JSON has no infinity; other servers also write this
-MOST_PROMPT_LOGITS = 1 << 28  # bytes of a prompt's logits, which come as one message
-GROUPS = 512  # of a vocabulary, for finding its largest logits
 
 encode = msgspec.json.encode
 Text = TypeVar("Text", str, bytes)
@@ -144,49 +141,24 @@ class TokenLists:
 NAMES = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
-class PromptLogProbs(NamedTuple):
-    """Log probabilities of a prompt's tokens from the second on, packed: JSON takes four times as much.
-    prompt: int32 [n]. values float32, ranks int32 [n - 1]: of the tokens. ids int32, likely float32
-    [n - 1, k]: the likeliest tokens in their places, the likeliest first."""
+class PromptLogProbs:
+    """Log probabilities of a prompt's tokens from the second on, packed: JSON takes four times as much."""
 
-    prompt: np.ndarray
-    values: np.ndarray
-    ranks: np.ndarray
-    ids: np.ndarray
-    likely: np.ndarray
-
-    @property
-    def size(self) -> int:
-        """In bytes."""
-        return sum(array.nbytes for array in self)
+    def __init__(self, prompt: np.ndarray, data: bytes) -> None:
+        """prompt: int32 [n]. data: of a report, int32 [n - 1, 2 + 2 * most]."""
+        rows = np.frombuffer(data, "<i4")
+        rows = rows.reshape(len(prompt) - 1, len(rows) // max(1, len(prompt) - 1))
+        most = max(0, rows.shape[1] // 2 - 1)
+        self.prompt = prompt
+        self._values, self._ranks = rows[:, :1].view("<f4"), rows[:, 1:2]
+        self._ids, self._likely = rows[:, 2 : 2 + most], rows[:, 2 + most :].view("<f4")
 
     def told(self, most: int) -> Iterator[tuple[int, float, int, list[tuple[int, float]]]]:
         """Each token, its log probability and rank, and the `most` likeliest in its place with theirs."""
-        rows = zip(self.prompt[1:].tolist(), self.values.tolist(), self.ranks.tolist(), strict=True)
-        for place, row in enumerate(rows):
-            ids, likely = self.ids[place, :most].tolist(), self.likely[place, :most].tolist()
+        own = self._values.ravel().tolist(), self._ranks.ravel().tolist()
+        for place, row in enumerate(zip(self.prompt[1:].tolist(), *own, strict=True)):
+            ids, likely = self._ids[place, :most].tolist(), self._likely[place, :most].tolist()
             yield *row, list(zip(ids, likely, strict=True))
-
-
-def reduced(prompt: np.ndarray, logits: bytes | memoryview, top: int) -> PromptLogProbs:
-    """What is told of a prompt (int32 [n]), of its logits (float32 [n, V] as bytes)."""
-    rows = np.frombuffer(logits, "<f4").reshape(len(prompt), -1)
-    size, top = len(prompt) - 1, min(top, rows.shape[1])
-    found = PromptLogProbs(
-        prompt,
-        np.empty(size, "<f4"),
-        np.empty(size, "<i4"),
-        np.empty((size, top), "<i4"),
-        np.empty((size, top), "<f4"),
-    )
-    # The last row is about what follows the prompt.
-    for place, (row, token) in enumerate(zip(rows[:-1], prompt[1:], strict=True)):
-        high = float(row.max())
-        total = high + float(np.log(np.exp(row - high, dtype=np.float64).sum()))
-        found.values[place], found.ranks[place] = row[token] - total, np.count_nonzero(row >= row[token])
-        for n, (other, value) in enumerate(largest(row, top)):
-            found.ids[place, n], found.likely[place, n] = other, value - total
-    return found
 
 
 def prompt_lists(
@@ -219,17 +191,10 @@ def prompt_log_probs(found: PromptLogProbs, top: int, texts: TokenTexts[str]) ->
     return msgspec.Raw(text + b"]")
 
 
-def check_prompt_logits(name: str, field: str, stream: bool | None, size: int, limits: EngineLimits) -> None:
-    """name: what asks for a prompt's logits, and its field. size: tokens of the prompt. Raises ApiError where
-    they cannot be sent."""
+def check_not_streamed(name: str, field: str, stream: bool | None) -> None:
+    """name: what asks for a prompt's log probabilities, and its field. Raises ApiError where it cannot."""
     if stream:
         raise ApiError(f"{name} cannot be streamed; set stream to false", param=field)
-    most = MOST_PROMPT_LOGITS // (4 * limits.vocab_size)
-    if size > most:
-        raise ApiError(
-            f"{name} takes prompts of at most {most} tokens of this vocabulary; this one has {size}",
-            param=field,
-        )
 
 
 def check_log_probs(
@@ -247,7 +212,7 @@ def check_log_probs(
         params = row.params
         if params.log_probs and not stream:
             found += count * params.max_tokens * (1 + params.top_logprobs)
-        if params.context_logits:  # kept once for all answers
+        if params.prompt_log_probs is not None:  # kept once for all answers
             found += len(row.prompt) * told
     if found > MOST_LOG_PROBS:
         raise ApiError(
@@ -256,19 +221,3 @@ def check_log_probs(
             f" lower {' or '.join(fields)}" + (", or set stream to true" if streamable else ""),
             param=fields[0],
         )
-
-
-def largest(row: np.ndarray, count: int) -> list[tuple[int, float]]:
-    """The `count` largest of a row [V] with their indices, largest first.
-
-    A lower bound comes from the maxima of groups: of 128 256 numbers that takes a sixth of the time that
-    numpy's argpartition does.
-    """
-    if not count:
-        return []
-    depth = len(row) // GROUPS
-    highest = row[: depth * GROUPS].reshape(depth, GROUPS).max(axis=0) if depth > 1 else row
-    count = min(count, len(highest))
-    found = np.flatnonzero(row >= np.partition(highest, -count)[-count])
-    pairs = sorted(zip(row[found].tolist(), found.tolist(), strict=True), reverse=True)
-    return [(i, value) for value, i in pairs[:count]]

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, values
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest, values
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.multiprocess import MultiProcessCollector
 
@@ -29,11 +29,6 @@ HISTOGRAMS = {  # names of QUANTITIES
     "itl": "inter_token_latency_seconds",
     "e2e": "e2e_latency_seconds",
     "queue": "queue_time_seconds",
-}
-PROMPT_LOGITS: dict[str, tuple[str, Literal["livesum", "livemax"]]] = {
-    "prompt_logits_bytes": ("Room that logits of prompts have", "livesum"),
-    "prompt_logits_peak_bytes": ("The most that they had in one process", "livemax"),
-    "prompt_logits_waiting": ("Prompts that wait for room for their logits", "livesum"),
 }
 ENGINE = {
     "requests_running": "Sequences that have a slot",
@@ -95,12 +90,6 @@ class Metrics:
             [*self._label, "finish_reason"],
             registry=own,
         )
-        # Of processes that live. The supervisor removes the files of those that do not.
-        self._gauges = {
-            name: Gauge(PREFIX + name, text, registry=own, multiprocess_mode=mode)
-            for name, (text, mode) in PROMPT_LOGITS.items()
-        }
-        self._peak = 0
         self._refused = Counter(PREFIX + "errors", "Answers that are errors", ["status"], registry=own)
 
     def ended(self, model: str, stream: Generation, chunk: Chunk | None) -> None:
@@ -116,12 +105,6 @@ class Metrics:
         for quantity, value in timing.quantities(len(stream.row.prompt)).items():
             if quantity in HISTOGRAMS:
                 self._observe[model][quantity](value)
-
-    def prompt_logits(self, held: int, waiting: int) -> None:
-        """Notes what has room for logits of prompts: bytes, and how many prompts wait for some."""
-        self._peak = max(self._peak, held)
-        for name, value in zip(PROMPT_LOGITS, (held, self._peak, waiting), strict=True):
-            self._gauges[name].set(value)
 
     def error(self, status: int) -> None:
         self._refused.labels(str(status)).inc()

@@ -56,7 +56,6 @@ class WorkerOptions(msgspec.Struct, kw_only=True):
     notify: int = -1
     keys: list[str] = []
     max_body_bytes: int
-    prompt_logits_bytes: int
     store_bytes: int = 0
     drain_s: int
     receive_s: int

@@ -93,7 +93,6 @@ def worker_options(
         keys=_keys(options.api_key_file),
         max_body_bytes=options.max_request_bytes,
         store_bytes=options.store_mib << 20,
-        prompt_logits_bytes=options.prompt_logits_mib << 20,
         drain_s=drain_s,
         receive_s=options.receive_seconds,
         max_connections=options.max_connections,

@@ -19,7 +19,7 @@ from flashinfer_backend.models.pooling import read_pooling, read_prompts
 from flashinfer_backend.openai.connection import client_left
 from flashinfer_backend.openai.errors import ApiError, field_error
 from flashinfer_backend.openai.formats import choice
-from flashinfer_backend.openai.link import EngineLink, Reduce, Streams, unavailable
+from flashinfer_backend.openai.link import EngineLink, Streams, unavailable
 from flashinfer_backend.openai.log_probs import TokenTexts, chat_token, completion_token, text_of
 from flashinfer_backend.openai.metrics import Metrics
 from flashinfer_backend.openai.model import Model
@@ -214,7 +214,6 @@ class ServedModel:
         self,
         rows: Sequence[tuple[GenerationRequest, int]],
         skip_special_tokens: bool,
-        reduce: Reduce | None = None,
     ) -> Streams:
         """Submits sequences; see EngineLink.generate. Raises ApiError also where they would take too much to
         the engine, each its own. Raises ClientDisconnect."""
@@ -240,7 +239,7 @@ class ServedModel:
             special = find() if sum(map(len, words)) < LONG_TEXT else await asyncio.to_thread(find)
             for row, _ in rows:
                 row.params.stop_sequences += special
-        return self.link.generate(list(rows), self.decoder(skip_special_tokens), reduce)
+        return self.link.generate(list(rows), self.decoder(skip_special_tokens))
 
 
 def find_model(models: Sequence[ServedModel], name: str) -> ServedModel:

@@ -189,8 +189,6 @@ class Supervisor:
         """Says so, and when another takes the place."""
         ready_at = self._ready_at.pop(process.pid, None)
         self._beat_at.pop(process.pid, None)
-        for file in Path(self._options.metrics_dir).glob(f"gauge_live*_{number}.db"):
-            file.unlink()  # what it held it holds no more
         if self._stopping:
             return
         status = process.returncode

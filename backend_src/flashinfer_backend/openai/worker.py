@@ -24,7 +24,7 @@ import uvloop
 from flashinfer_backend.core.output import say
 from flashinfer_backend.openai.app import make_app
 from flashinfer_backend.openai.connection import limited_config
-from flashinfer_backend.openai.link import EngineLink, LogitsRoom
+from flashinfer_backend.openai.link import EngineLink
 from flashinfer_backend.openai.metrics import Metrics
 from flashinfer_backend.openai.model import NO_MODEL, WorkerOptions, room_for_connections
 from flashinfer_backend.openai.response_store import ResponseStore
@@ -134,7 +134,6 @@ def _make_server(options: WorkerOptions, models: list[ServedModel], metrics: Met
 
 
 def _link_engines(options: WorkerOptions, models: list[ServedModel], metrics: Metrics) -> None:
-    room = LogitsRoom(options.prompt_logits_bytes, metrics.prompt_logits)
     for served in models:
         config = served.model.engine
         engines = Engines(
@@ -143,7 +142,7 @@ def _link_engines(options: WorkerOptions, models: list[ServedModel], metrics: Me
             reuse=config.enable_kv_cache_reuse,
             period_s=config.stats_check_period_ms / 1000,
         )
-        served.link = EngineLink(engines, asyncio.get_running_loop(), room)
+        served.link = EngineLink(engines, asyncio.get_running_loop())
 
 
 if __name__ == "__main__":

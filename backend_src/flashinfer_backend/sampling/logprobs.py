@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports of the model's logits: log probabilities and the logits themselves.
+"""Reports of the model's logits: log probabilities and the logits themselves, of sampled tokens and of
+prompts.
 
 Both are of the model's own logits, before penalties, biases, suppressed tokens, temperature and filters
 (as vLLM by default, and as a forward pass of transformers).
@@ -7,6 +8,7 @@ Both are of the model's own logits, before penalties, biases, suppressed tokens,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +23,7 @@ from flashinfer_backend.ops.weight import Chosen
 from flashinfer_backend.sampling.rows import upload
 from flashinfer_backend.sampling.state import StatefulRow
 
-CONTEXT_ROWS = 256  # rows of context logits on the device at a time
+CONTEXT_ROWS = 256  # rows of a prompt's logits on the device at a time
 # What one request's context logits may take in a message; msgpack ends at 4 GiB.
 MAX_CONTEXT_LOGITS_BYTES = 2 << 30
 
@@ -92,6 +94,32 @@ def log_probs(logits: Tensor, tokens: Tensor, total: Tensor | None = None) -> Te
     return logits.gather(1, tokens.long().unsqueeze(1)).squeeze(1) - total
 
 
+def _in_parts(model: Transformer, hidden: Tensor, chosen: Chosen | None) -> Iterator[tuple[slice, Tensor]]:
+    """Logits of hidden [n, H], a chunk of a prompt, for CONTEXT_ROWS rows at a time. chosen: its adapters."""
+    for first in range(0, len(hidden), CONTEXT_ROWS):
+        rows = slice(first, first + CONTEXT_ROWS)
+        yield rows, model.logits(hidden[rows], chosen=None if chosen is None else chosen.of(rows))
+
+
+def prompt_log_probs(
+    most: int, following: Tensor, model: Transformer, hidden: Tensor, chosen: Chosen | None = None
+) -> Tensor:
+    """int32 [n, 2 + 2 * most] on the host, once the step has ended: of the tokens `following` [n], which
+    follow those of hidden [n or more, H], the log probability (float32) and the rank, from 1 on; then the ids
+    of the `most` likeliest in each place (fewer where the vocabulary has fewer) and theirs."""
+    found = []
+    for rows, logits in _in_parts(model, hidden[: len(following)], chosen):
+        if model.collectives.shard.rank:
+            continue  # rank 0 has the logits
+        wide, tokens = logits.float(), following[rows].long().unsqueeze(1)
+        total, own = wide.logsumexp(dim=1, keepdim=True), wide.gather(1, tokens)
+        values, ids = wide.topk(min(most, wide.shape[1]), dim=1)
+        ranks = (wide >= own).sum(dim=1, keepdim=True)
+        columns = (own - total).view(torch.int32), ranks.int(), ids.int(), (values - total).view(torch.int32)
+        found.append(torch.cat(columns, dim=1))
+    return _to_host(torch.cat(found)) if found else following.new_empty(0)
+
+
 def context_logits(model: Transformer, hidden: Tensor, chosen: Chosen | None = None) -> np.ndarray:
     """float32 [n, V] on the host: logits of hidden [n, H], a chunk of a prompt. chosen: its adapters.
 
@@ -99,12 +127,10 @@ def context_logits(model: Transformer, hidden: Tensor, chosen: Chosen | None = N
     not overlap with others.
     """
     result: Tensor | None = None
-    for first in range(0, len(hidden), CONTEXT_ROWS):
-        rows = slice(first, first + CONTEXT_ROWS)
-        logits = model.logits(hidden[rows], chosen=None if chosen is None else chosen.of(rows))
+    for rows, logits in _in_parts(model, hidden, chosen):
         if result is None:  # ranks other than 0 have fewer columns
             result = torch.empty(len(hidden), logits.shape[1], dtype=torch.float32)
-        result[first : first + CONTEXT_ROWS] = logits
+        result[rows] = logits
     assert result is not None, "a chunk has tokens"
     return result.numpy()
 

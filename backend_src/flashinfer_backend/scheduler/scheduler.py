@@ -453,7 +453,7 @@ class Scheduler:
         """Keys of the blocks that a waiting request takes if the prefix cache has them. A last token is left
         to be computed. All are named, since what the request computes may serve others in any case."""
         self._name_blocks(request)
-        if request.params.context_logits:
+        if request.params.reports_prompt:
             return []
         return request.block_keys[: (request.num_tokens - 1) // self.config.tokens_per_block]
 
@@ -504,6 +504,7 @@ class Scheduler:
         sampling, samples = decoding, 1  # slots, and how many tokens are sampled of each
         tokens, following = NONE, NONE
         cuts: list[tuple[int, int, int]] = []
+        told: list[tuple[int, int, bytes]] = []
         if chunks:
             chunks = sorted(chunks, key=lambda chunk: chunk.length > 1)  # rows of length 1 come first
             prompts = self._prompt_rows(chunks)
@@ -518,6 +519,7 @@ class Scheduler:
             for row, chunk in enumerate(chunks, len(decoding)):
                 kept = self._computed_prompt(chunk)
                 cuts += [(row, length, snapshot) for length, snapshot in kept]
+                told += self._told(row, chunk)
             rows = _joined(rows, prompts)
         if len(drafted):
             drafts = self._draft_rows(drafted)
@@ -554,6 +556,7 @@ class Scheduler:
             stateful=table.stateful[chosen].nonzero()[0].astype(np.int32),
             new=news.new,
             freed=news.freed,
+            told=told,
             drafts=wanted,
             following=following,
             recalled=news.recalled,
@@ -582,6 +585,15 @@ class Scheduler:
         reaches = starts + lengths == self.table.known[slots]
         wants = reaches * Wants.NEXT | np.array(logits) * Wants.LOGITS
         return Rows(slots, starts, lengths, np.full(len(chunks), Feeds.GIVEN, np.int8), wants)
+
+    def _told(self, row: int, chunk: Chunk) -> list[tuple[int, int, bytes]]:
+        """StepPlan.told of a chunk, the step's `row`; none where nothing is wanted, or has been told."""
+        request, first = chunk.request, chunk.start + 1
+        following = request.prompt[first : first + chunk.length]
+        most = request.params.prompt_log_probs
+        if most is None or len(request.generated) or not len(following):
+            return []
+        return [(row, most, following.astype("<i4").tobytes())]
 
     def _draft_rows(self, slots: np.ndarray) -> Rows:
         """Rows that feed their slots' last tokens and drafts, counted as computed."""

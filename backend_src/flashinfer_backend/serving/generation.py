@@ -61,14 +61,15 @@ class GenerationRequest:
 class Chunk:
     """New ids of a sequence for one response. `code`: other than RUNNING in the last one. `max_chars`: length
     limit of the chunk's text. `log_probs`, `top_logprobs`: where they are asked for, of each id its log
-    probability and equally many TOP_LOGPROBS. All are packed, since they are kept until an answer without
-    streaming ends. `reports`: what else was reported."""
+    probability and equally many TOP_LOGPROBS. `prompt_log_probs`: see RowReport. All are packed, since they
+    are kept until an answer without streaming ends. `reports`: what else was reported."""
 
     ids: array[int] = field(default_factory=lambda: array("i"))
     code: int = protocol.RUNNING
     max_chars: int = NO_LIMIT
     log_probs: array[float] = field(default_factory=lambda: array("f"))
     top_logprobs: bytearray = field(default_factory=bytearray)
+    prompt_log_probs: bytes = b""
     reports: list[protocol.RowReport] = field(default_factory=list)
 
     def add(self, report: protocol.RowReport) -> None:
@@ -77,6 +78,8 @@ class Chunk:
             self.log_probs.append(report.log_prob)
             self.top_logprobs += report.top_logprobs or b""
             report.log_prob = report.top_logprobs = None
+        if report.prompt_log_probs is not None:
+            self.prompt_log_probs, report.prompt_log_probs = report.prompt_log_probs, None
         if report != protocol.RowReport(report.local_id, report.turn):
             self.reports.append(report)
 
@@ -101,7 +104,8 @@ class Chunk:
     @property
     def size(self) -> int:
         """Some bytes that it takes, with its text."""
-        return 8 * len(self.ids) + 4 * len(self.log_probs) + len(self.top_logprobs)
+        log_probs = 4 * len(self.log_probs) + len(self.top_logprobs) + len(self.prompt_log_probs)
+        return 8 * len(self.ids) + log_probs
 
 
 class _Followed(NamedTuple):

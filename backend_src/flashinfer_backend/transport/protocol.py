@@ -160,13 +160,15 @@ class Perf(msgspec.Struct):
 class RowReport(msgspec.Struct, omit_defaults=True):
     """What a request asked for with its tokens. Logits are float32 little endian, row major:
     context [prompt_len, vocab], generation [1, vocab] for the row's token, or what a model with pooling gives
-    instead. queue_ns comes unasked with the first row of a sequence: nanoseconds until its first step."""
+    instead. prompt_log_probs: what sampling.logprobs.prompt_log_probs gives, of the tokens from the second
+    on. queue_ns comes unasked with the first row of a sequence: nanoseconds until its first step."""
 
     local_id: int
     turn: int = 0  # rows of the sequence in this frame before its own
     log_prob: float | None = None
     top_logprobs: bytes | None = None  # TOP_LOGPROBS of core/step.py, most likely first
     context_logits: memoryview | None = None  # up to gigabytes: a separate frame
+    prompt_log_probs: bytes | None = None
     generation_logits: bytes | None = None
     perf: Perf | None = None
     queue_ns: int | None = None

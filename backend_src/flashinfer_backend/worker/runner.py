@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -26,7 +26,7 @@ from flashinfer_backend.core.step import StepOutput, StepPlan
 from flashinfer_backend.models.adapters import Adapter
 from flashinfer_backend.ops.staging import Download, ReadbackRing
 from flashinfer_backend.ops.weight import Chosen
-from flashinfer_backend.sampling.logprobs import context_logits
+from flashinfer_backend.sampling.logprobs import context_logits, prompt_log_probs
 from flashinfer_backend.sampling.sampler import Sampled, Sampler
 from flashinfer_backend.speculate.proposer import Proposer
 from flashinfer_backend.worker.adapters import AdapterLoader
@@ -47,26 +47,33 @@ def _nothing() -> None:
 
 
 @dataclass
+class PromptReports:
+    """What a step tells of rows besides their next tokens: (row, logits float32 [length, V]) of the plan's
+    logits_rows, and (row, what prompt_log_probs gives) of those that it tells of. failed: (row, why)."""
+
+    logits: list[tuple[int, np.ndarray]] = field(default_factory=list)
+    log_probs: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    failed: list[tuple[int, str]] = field(default_factory=list)
+
+
+@dataclass
 class Launched:
     """A step on its way; Runner.read gives its output when `download` has arrived."""
 
     plan: StepPlan
     download: Download
     sampled: Sampled
-    # (row, logits float32 [length, V]) of the plan's logits_rows; (row, why) of rows that failed
-    context_logits: list[tuple[int, np.ndarray]] = field(default_factory=list)
-    failed: list[tuple[int, str]] = field(default_factory=list)
+    prompts: PromptReports
 
 
 class _Computed(NamedTuple):
     """logits [n or more, V] (rank 0's, of a graph as Replayed has them), tokens int32 [n], what was fed or
-    replayed, and Launched's context_logits and failed."""
+    replayed, and Launched's prompts."""
 
     logits: torch.Tensor
     tokens: torch.Tensor
     fed: Fed | Replayed
-    context: list[tuple[int, np.ndarray]]
-    failed: list[tuple[int, str]]
+    prompts: PromptReports
 
 
 class Runner:
@@ -143,7 +150,7 @@ class Runner:
         of earlier steps: it has to read all of them.
 
         An exception means that the step as a whole was not launched. What concerns single rows is in
-        Launched.failed instead.
+        Launched.prompts instead.
         """
         self.settle()
         if self.others is not None:
@@ -152,7 +159,7 @@ class Runner:
         if self.drafting is not None:
             self.drafting.recall(plan)
         computed = self._compute(plan, started, between_layers)
-        fed, tokens, failed = computed.fed, computed.tokens, computed.failed
+        fed, tokens = computed.fed, computed.tokens
         sampled = Sampled(tokens)
         if len(plan.stateful):
             if self.sampler.guided(plan):
@@ -161,7 +168,8 @@ class Runner:
             if isinstance(fed, Replayed) and fed.places is not None:
                 logits = logits[fed.places]
             sampled = self.sampler.sample_stateful(logits, tokens, plan)
-            failed += [(int(plan.sampling_rows[row]), why) for row, why in sampled.failed]
+            rows = plan.sampling_rows
+            computed.prompts.failed += [(int(rows[row]), why) for row, why in sampled.failed]
             self.state.model.collectives.broadcast(tokens)
         readback, counts = sampled.readback, None
         if isinstance(fed, Replayed) and fed.step.defers and not sampled.guided:
@@ -179,7 +187,7 @@ class Runner:
             slots = np.array([row.slot for row in sampled.guided], np.int32)
             drafts = self.state.drafts[self.state.staging.upload([slots])]
             readback = torch.cat([drafts.view(-1), readback])
-        return Launched(plan, self._readback.download(readback), sampled, computed.context, failed)
+        return Launched(plan, self._readback.download(readback), sampled, computed.prompts)
 
     @torch.inference_mode()
     def settle(self) -> None:
@@ -247,8 +255,7 @@ class Runner:
         self.state.prefixes.note(plan)
         self.state.update_adapters(plan)
         self.state.restore_states(plan)
-        context: list[tuple[int, np.ndarray]] = []
-        failed: list[tuple[int, str]] = []
+        prompts = PromptReports()
         fed: Fed | Replayed
         graphs = self._graphs_of(plan)[0]
         replays = graphs is not None and graphs.takes(plan)
@@ -260,14 +267,14 @@ class Runner:
             started()  # the device begins when all of the graph is there
         else:
             hidden, sampling, fed, chosen = self._forward(plan, started, between_layers)
-            rows = sampling if len(plan.logits_rows) else None
+            rows = sampling if plan.reports_prompts else None
             if rows is not None:
-                self._keep_context(plan, hidden, chosen, context, failed)
+                self._report_prompts(plan, hidden, chosen, prompts)
             own = None if chosen is None else chosen.of(sampling)
             logits = self.state.model.logits(hidden if rows is None else hidden[rows], chosen=own)
             tokens = self._sample(logits, fed.positions[sampling] + 1, plan)
         self.state.save_states(plan)
-        return _Computed(logits, tokens, fed, context, failed)
+        return _Computed(logits, tokens, fed, prompts)
 
     def _graphs_of(self, plan: StepPlan) -> tuple[DecodeGraphs | None, MixedGraphs | None]:
         return self.adapted_graphs if plan.adapted else (self.graphs, self.mixed_graphs)
@@ -336,7 +343,7 @@ class Runner:
         self, plan: StepPlan, started: Callback, between_layers: Callback
     ) -> tuple[torch.Tensor, torch.Tensor, Fed, Chosen | None]:
         """The residual stream behind the last layer, of the tokens behind which one is sampled, or of all
-        where context logits are wanted; which tokens those are, int32 [n]; and what was fed."""
+        where something is told of prompts; which tokens those are, int32 [n]; and what was fed."""
         state, graphs = self.state, self._graphs_of(plan)[1]
         if graphs is not None and not graphs.takes(plan):
             graphs = None
@@ -353,7 +360,7 @@ class Runner:
             drafted=int(plan.lengths.max()) if len(plan.drafted_rows) else 1,
             prefixes=state.prefixes.of(plan) if graphs is not None and graphs.reads_prefixes_once else None,
         )
-        rows = None if len(plan.logits_rows) else sampling  # of which the last layer's output is wanted
+        rows = None if plan.reports_prompts else sampling  # of which the last layer's output is wanted
         full = graphs.plan_full(size, batch) if graphs is not None and batch.drafted == 1 else None
         taps = state.taps(size) if graphs is None else graphs.taps(size)
         attention: Prepared
@@ -376,26 +383,28 @@ class Runner:
             chosen = None
         return hidden, sampling, fed if full is not None else fed.cut(plan.num_tokens), chosen
 
-    def _keep_context(
-        self,
-        plan: StepPlan,
-        hidden: torch.Tensor,
-        chosen: Chosen | None,
-        context: list[tuple[int, np.ndarray]],
-        failed: list[tuple[int, str]],
+    def _report_prompts(
+        self, plan: StepPlan, hidden: torch.Tensor, chosen: Chosen | None, reports: PromptReports
     ) -> None:
         ends = np.cumsum(plan.lengths)
-        for row in plan.logits_rows.tolist():
+
+        def report(row: int, found: list[tuple[int, Any]], make: Callable[..., Any]) -> None:
             try:
                 own = slice(ends[row] - plan.lengths[row], ends[row])
                 adapters = None if chosen is None else chosen.of(own)
-                context.append((row, context_logits(self.state.model, hidden[own], adapters)))
+                found.append((row, make(self.state.model, hidden[own], adapters)))
             except Exception as error:
                 if self.state.model.collectives.shard.size > 1:
                     raise  # the other ranks may wait for the rest of it
                 if self.device.type == "cuda":
                     torch.cuda.synchronize()  # raises where the device, not the row, is what failed
-                failed.append((row, f"{type(error).__name__}: {error}"))
+                reports.failed.append((row, f"{type(error).__name__}: {error}"))
+
+        for row in plan.logits_rows.tolist():
+            report(row, reports.logits, context_logits)
+        for row, most, tokens in plan.told:
+            following = self.state.staging.upload([np.frombuffer(tokens, "<i4")])
+            report(row, reports.log_probs, functools.partial(prompt_log_probs, most, following))
 
 
 def _shown(costs: dict[tuple[int, int], float]) -> str:
