@@ -66,7 +66,7 @@ def mixed_params() -> list[SamplingParams]:
         SamplingParams(**common, temperature=0.0, bias_ids=[9, 11], bias_values=[4.0, -2.0]),
         SamplingParams(**common, temperature=0.0, end_id=1, min_tokens=10, log_probs=True),
         SamplingParams(**common, temperature=1.0, seed=6, generation_logits=True, log_probs=True),
-        SamplingParams(**common, temperature=0.0, context_logits=True),
+        SamplingParams(**common, temperature=0.0, context_logits=True, prompt_log_probs=3),
     ]
 
 
@@ -119,7 +119,15 @@ def test_features_mixed_in_one_batch(tmp_path: Path):
                 assert set(tokens) <= set(params.allowed_ids)
                 assert 100 not in tokens and (200, 201) not in itertools.pairwise(tokens)
             if params.context_logits:
-                assert len(reports[0].context_logits) == 4 * 2048 * len(prompt)
+                rows = np.frombuffer(reports[0].context_logits, "<f4").reshape(len(prompt), 2048)
+                told = np.frombuffer(reports[0].prompt_log_probs, "<i4").reshape(-1, 8)
+                exact = torch.tensor(rows[:-1]).log_softmax(1)
+                own = exact.gather(1, torch.tensor(prompt[1:]).unsqueeze(1))
+                np.testing.assert_allclose(told[:, :1].view("<f4"), own, atol=1e-4)
+                assert told[:, 1].tolist() == (exact >= own).sum(1).tolist()
+                np.testing.assert_allclose(told[:, 5:].view("<f4"), exact.topk(3).values, atol=1e-4)
+                likely = exact.gather(1, torch.tensor(told[:, 2:5], dtype=torch.int64))
+                np.testing.assert_allclose(told[:, 5:].view("<f4"), likely, atol=1e-4)
 
 
 def test_guides_with_graphs(tmp_path: Path):
