@@ -13,7 +13,6 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, ClassVar
 from urllib.parse import unquote
 
@@ -648,11 +647,6 @@ def _check_constants(value: Any, path: str, depth: int) -> int:
     return containers
 
 
-@cache
-def _format_pattern(name: str) -> str:
-    return rust_regex(FORMAT_PATTERNS[name])
-
-
 def _check_format(checked: Schema, path: str) -> str:
     """Returns the pattern that it became, if any."""
     name = checked.get("format")
@@ -661,7 +655,7 @@ def _check_format(checked: Schema, path: str) -> str:
     if name in REFUSED_FORMATS:
         raise _refused(path, f"format {name!r} is not supported", "use 'pattern'")
     if name in FORMAT_PATTERNS:
-        pattern = _format_pattern(checked.pop("format"))
+        pattern = rust_regex(FORMAT_PATTERNS[checked.pop("format")])
         if "pattern" in checked:
             strings = {"type": "string", "pattern": pattern}
             checked["allOf"] = [*checked.get("allOf", ()), strings]

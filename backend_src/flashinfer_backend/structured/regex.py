@@ -5,6 +5,7 @@ Python's own parser reads them, so that they mean what they mean to `re` and to 
 are written out in a part of the syntax of Rust's crate regex that leaves nothing open.
 """
 
+import functools
 import re
 import sys
 import warnings
@@ -41,6 +42,8 @@ CODE_POINT = re.compile(r"\\u\{([0-9A-Fa-f]{1,6})\}|\\.", re.DOTALL)
 warnings.filterwarnings("ignore", "Possible (nested set|set )", FutureWarning)
 
 
+# A schema can name one expression thousands of times; each takes up to 40 ms.
+@functools.lru_cache(maxsize=64)
 def rust_regex(regex: str, whole: bool = False) -> str:
     """The expression for llguidance. whole: it is about all of a text, so that anchors at its ends say
     nothing, and its `.` admits a newline.
