@@ -19,7 +19,6 @@ from scheduler_walk import STUBS, Settings, World, walk
 from engine.test_waiting import Engine
 from flashinfer_backend.cache.pool import BlockPool
 from flashinfer_backend.core.config import EngineConfig
-from flashinfer_backend.core.request import Request
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.engine.loop import EngineLoop
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
@@ -72,7 +71,6 @@ def test_the_scheduler_is_told_how_long_a_step_without_prompts_takes() -> None:
         ("place", "is given to"),
         ("state", "list index out of range|another state than its own"),
         ("snapshot", "snapshot .* can be found by a key of other tokens"),
-        ("again", "is told of another prompt"),
         ("order", "another state than its own|snapshot .* can be found by a key of other tokens"),
     ],
 )
@@ -108,7 +106,6 @@ def test_a_broken_manager_is_found(mutated: str, found: str, monkeypatch: pytest
             "_save_generated",
             lambda self, slot, at: save(self, slot, at - self.config.tokens_per_block),
         ),
-        "again": (Request, "keep_log_probs", lambda self, start, found: self.prompt_log_probs.append(found)),
         "order": (KVCacheManager, "restore", lambda self, keys: 1),
     }
     monkeypatch.setattr(*broken[mutated])

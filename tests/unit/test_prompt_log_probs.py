@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from flashinfer_backend.core.paths import resolve_model_dir
+from flashinfer_backend.core.request import Request
 from flashinfer_backend.core.sampling_params import SamplingParams
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.link import EngineLink
@@ -131,6 +132,14 @@ def test_log_probs_of_a_prompt_by_id(vocab: int) -> None:
                 assert own["logprob"] == pytest.approx(max(values[int(name)], -9999.0), abs=1e-5)
                 assert own["decoded_token"] == DECODER.piece(int(name)).decode(errors="replace")
         assert others[3]["4"]["logprob"] == -9999.0 and len(others[5]) == max(1, min(top, vocab))
+
+
+def test_a_prompt_that_begins_again_is_told_of_once() -> None:
+    """It had to leave its slot."""
+    request = Request(1, np.arange(40, dtype=np.int32), SamplingParams(max_tokens=1), max_new=1)
+    for start, found in ((0, "first"), (16, "second"), (0, "again"), (16, "then")):
+        request.keep_log_probs(start, found)
+    assert request.prompt_log_probs == ["again", "then"]
 
 
 def test_nothing_is_told_of_a_prompt_of_one_token() -> None:
