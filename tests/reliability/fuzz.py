@@ -127,6 +127,21 @@ def judge_offsets(choice: dict[str, Any]) -> str:
     return "" if rising and within else f"text_offset {offsets} of the text {choice['text']!r}"
 
 
+def judge_prompt(choice: dict[str, Any]) -> str:
+    """What is wrong with what is told of a prompt's tokens by id, and in lists if it is echoed."""
+    by_id = choice.get("prompt_logprobs") or [None]
+    lists = (choice.get("logprobs") or {}).get("token_logprobs") or []
+    echoed = lists if lists[:1] == [None] else []
+    pairs = zip(by_id[1:], echoed[1:] or itertools.repeat(None), strict=False)
+    for place, (told, value) in enumerate(pairs, 1):
+        found = [(each["logprob"], each["rank"]) for each in told.values()]
+        if any(log_prob > 1e-5 or rank < 1 for log_prob, rank in found):
+            return f"token {place} of the prompt: {told}"
+        if value is not None and value not in dict(found):
+            return f"token {place} of the prompt: {value} in the list, {told} by id"
+    return "" if not echoed or len(echoed) >= len(by_id) else f"{len(echoed)} of {len(by_id)} tokens"
+
+
 def asked(port: int, verb: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, str, str]:
     """Status, content type and text of an answer."""
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)) as connection:
@@ -721,6 +736,7 @@ class OpenAiFuzz:
             body.setdefault(name, rng.choice([1, 2, 5, 9]))
         if path == "/v1/completions" and draw.chance(0.1):
             body |= {"echo": True, "logprobs": rng.choice([0, 1, 5]), "stream": False}
+            body |= {"prompt_logprobs": rng.choice([None, 0, 3])}
         if path == "/tokenize" and "messages" not in body:
             body.setdefault("prompt", draw.text())
         if draw.chance(0.03):
@@ -799,7 +815,9 @@ class OpenAiFuzz:
             return Verdict(f"{name}: error", judge_words(message))
         wrong = "" if text or path == "/?a" else "an empty answer"
         if path == "/v1/completions" and status == 200:
-            wrong = next(filter(None, map(judge_offsets, json.loads(text)["choices"])), wrong)
+            choices = json.loads(text)["choices"]
+            found = [judge(choice) for choice in choices for judge in (judge_offsets, judge_prompt)]
+            wrong = next(filter(None, found), wrong)
         return Verdict(f"{name}: whole", wrong)
 
 
