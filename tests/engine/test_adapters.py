@@ -28,6 +28,7 @@ from engine.test_generate import next_ids
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.request import Request
 from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.core.step import TOP_LOGPROBS
 from flashinfer_backend.engine import adapters
 from flashinfer_backend.engine.adapters import AdapterPreparation
 from flashinfer_backend.models.adapters import Adapter, AdapterError
@@ -212,7 +213,18 @@ def test_embedding_and_head(kind: str, tmp_path: Path, monkeypatch: pytest.Monke
         with serve(core, tmp_path / f"{ranks}") as client:
             each = [asks(adapter) for _ in prompts for adapter in chosen]
             given.append(client.generate([prompt for prompt in prompts for _ in chosen], each))
+            of_prompt = {"context_logits": True, "prompt_log_probs": 2}
+            asked = [client.submit(prompts[0], msgspec.structs.replace(p, **of_prompt)) for p in each[:4]]
+            client.wait(asked)
+            reports = [client.reports[local_id][0] for local_id in asked]
         core.close()
+        for report in reports:
+            logits = np.frombuffer(report.context_logits, "<f4").reshape(len(prompts[0]), -1)
+            exact = torch.tensor(logits[:-1]).log_softmax(-1)
+            told = np.frombuffer(report.prompt_log_probs, TOP_LOGPROBS).reshape(-1, 3)
+            own = exact.gather(1, torch.tensor(prompts[0][1:]).unsqueeze(1))
+            right = torch.cat([own, exact.topk(2).values], dim=1)
+            np.testing.assert_allclose(told["log_prob"], right, atol=1e-4)
     assert given[0] == given[1]
     expected = [given[0][number :: len(chosen)] for number in range(len(chosen))]
     assert len({json.dumps(ids) for ids in expected}) == len(chosen), "the adapters change too little"

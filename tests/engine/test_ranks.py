@@ -62,7 +62,7 @@ def served(core: Core, run_dir: Path, max_tokens: int) -> tuple[Any, ...]:
         first = client.generate(PROMPTS, params)
         log_probs = [p for report in client.reports[4] for p in [report.log_prob] if p is not None]
         context, told = client.reports[7][0].context_logits, client.reports[7][0].prompt_log_probs
-        log_probs += np.frombuffer(told, "<f4").reshape(-1, 4)[:, [0, 3]].ravel().tolist()
+        log_probs += np.frombuffer(told, "<f4").reshape(-1, 4)[:, [1, 3]].ravel().tolist()
         longest = max(PROMPTS, key=len)
         again = client.generate([longest, longest], params[0])
     core.close()

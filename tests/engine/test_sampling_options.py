@@ -25,6 +25,7 @@ from transformers import (
 from checkpoints import make_checkpoint
 from engine.harness import Client, make_prompts, serve, start_core
 from flashinfer_backend.core.sampling_params import NO_TOKEN_LEFT, SamplingParams
+from flashinfer_backend.core.step import TOP_LOGPROBS
 from flashinfer_backend.ops import torch_ops
 from flashinfer_backend.transport import protocol
 
@@ -116,14 +117,14 @@ def check(
     if p.prompt_log_probs is not None:
         (told,) = [e.prompt_log_probs for e in reports if e.prompt_log_probs is not None]
         assert reports[0].prompt_log_probs is told, "so do log probabilities of the prompt"
-        most, rows = p.prompt_log_probs, np.frombuffer(told, "<i4").reshape(start - 1, -1)
+        most, rows = p.prompt_log_probs, np.frombuffer(told, TOP_LOGPROBS).reshape(start - 1, -1)
         reference = logits[: start - 1].log_softmax(-1)
         own = reference[torch.arange(start - 1), torch.tensor(prompt[1:])]
-        np.testing.assert_allclose(rows[:, :1].view("<f4").ravel(), own, atol=1e-4)
-        assert rows[:, 1].tolist() == (reference >= own.unsqueeze(1)).sum(1).tolist()
+        np.testing.assert_allclose(rows["log_prob"][:, 0], own, atol=1e-4)
+        assert rows["token"][:, 0].tolist() == (reference >= own.unsqueeze(1)).sum(1).tolist(), "ranks"
         values, ids = reference.topk(most)
-        assert rows[:, 2 : 2 + most].tolist() == ids.tolist()
-        np.testing.assert_allclose(rows[:, 2 + most :].view("<f4"), values, atol=1e-4)
+        assert rows["token"][:, 1:].tolist() == ids.tolist()
+        np.testing.assert_allclose(rows["log_prob"][:, 1:], values, atol=1e-4)
 
 
 def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:

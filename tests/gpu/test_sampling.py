@@ -10,6 +10,7 @@ import torch
 
 from engine.harness import serve, start_core
 from flashinfer_backend.core.sampling_params import SamplingParams
+from flashinfer_backend.core.step import TOP_LOGPROBS
 from flashinfer_backend.sampling.filters import sorted_mask, top_k_top_p_mask
 from flashinfer_backend.sampling.logprobs import log_probs
 
@@ -120,14 +121,14 @@ def test_features_mixed_in_one_batch(tmp_path: Path):
                 assert 100 not in tokens and (200, 201) not in itertools.pairwise(tokens)
             if params.context_logits:
                 rows = np.frombuffer(reports[0].context_logits, "<f4").reshape(len(prompt), 2048)
-                told = np.frombuffer(reports[0].prompt_log_probs, "<i4").reshape(-1, 8)
+                told = np.frombuffer(reports[0].prompt_log_probs, TOP_LOGPROBS).reshape(-1, 4)
                 exact = torch.tensor(rows[:-1]).log_softmax(1)
                 own = exact.gather(1, torch.tensor(prompt[1:]).unsqueeze(1))
-                np.testing.assert_allclose(told[:, :1].view("<f4"), own, atol=1e-4)
-                assert told[:, 1].tolist() == (exact >= own).sum(1).tolist()
-                np.testing.assert_allclose(told[:, 5:].view("<f4"), exact.topk(3).values, atol=1e-4)
-                likely = exact.gather(1, torch.tensor(told[:, 2:5], dtype=torch.int64))
-                np.testing.assert_allclose(told[:, 5:].view("<f4"), likely, atol=1e-4)
+                likely = exact.gather(1, torch.tensor(told["token"][:, 1:], dtype=torch.int64))
+                for right in (exact.topk(3).values, likely):
+                    expected = torch.cat([own, right], dim=1)
+                    np.testing.assert_allclose(told["log_prob"], expected, atol=1e-4)
+                assert told["token"][:, 0].tolist() == (exact >= own).sum(1).tolist(), "ranks"
 
 
 def test_guides_with_graphs(tmp_path: Path):

@@ -87,7 +87,7 @@ class Answer:
             if report.context_logits is not None:
                 self.context = np.frombuffer(report.context_logits, "<f4")
             if report.prompt_log_probs is not None:
-                self.prompt = np.frombuffer(report.prompt_log_probs, "<f4")[::2]
+                self.prompt = np.frombuffer(report.prompt_log_probs, "<f4")[1::2]
             if report.log_prob is not None or report.generation_logits is not None:
                 self.reports.append(report)
 

@@ -51,7 +51,7 @@ from flashinfer_backend.scheduler import scheduler
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
 from flashinfer_backend.scheduler.scheduler import Scheduler
 from flashinfer_backend.transport import protocol
-from flashinfer_backend.worker.runner import PromptReports
+from flashinfer_backend.worker.runner import RowReports
 
 VOCABULARY = 50
 ADAPTERS, BROKEN = ("sql", "chat", "code"), "the adapter is broken, as it was told to"
@@ -565,8 +565,8 @@ class World:
             (row, np.zeros((plan.lengths[row], VOCABULARY), np.float32)) for row in plan.logits_rows.tolist()
         ]
         told = [(row, torch.tensor(np.frombuffer(following, "<i4"))) for row, _, following in plan.told]
-        prompts = PromptReports(logits, told, failed)
-        return SimpleNamespace(plan=plan, download=self, tokens=tokens, prompts=prompts)
+        reports = RowReports(logits, told, failed)
+        return SimpleNamespace(plan=plan, download=self, tokens=tokens, reports=reports)
 
     def load_adapter(self, place: int, folder: str) -> Future[Adapter]:
         """As AdapterLoader.load."""

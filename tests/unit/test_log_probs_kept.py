@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from flashinfer_backend.core.bounds import MOST_LOG_PROBS
+from flashinfer_backend.core.bounds import MOST_LOG_PROBS, MOST_PROMPT_LOG_PROBS
 from flashinfer_backend.core.config import EngineConfig
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.sampling_params import SamplingParams
@@ -104,8 +104,8 @@ async def submitted(body: dict[str, Any]) -> int:
         ({**MANY, "max_tokens": 32_000}, 128 * 32_000 * 6, ["logprobs", "number of prompts"]),
         ({**TEXT, "best_of": 128, "max_tokens": 32_000}, 128 * 32_000 * 6, ["logprobs", "best_of"]),
         (
-            {"prompt": [[5] * 30_000] * 30, "prompt_logprobs": 20, "max_tokens": 1},
-            30 * 30_000 * 21,
+            {"prompt": [[5] * 12_000] * 70, "prompt_logprobs": 20, "max_tokens": 1},
+            70 * 12_000 * 21,
             ["prompt_logprobs", "number of prompts"],
         ),
     ],
@@ -122,6 +122,23 @@ def test_more_than_the_bound_are_refused(body: dict[str, Any], found: int, field
 
 
 @pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        ({"prompt": [5] * 13_000, "prompt_logprobs": 20}, 13_000 * 21),
+        ({"prompt": [[5], [5] * 44_000], "echo": True, "logprobs": 5}, 44_000 * 6),
+        ({"prompt": [5] * 100_000, "echo": True, "logprobs": 0, "prompt_logprobs": 1}, 100_000 * 3),
+    ],
+)
+def test_more_of_one_prompt_than_the_bound_are_refused(body: dict[str, Any], found: int) -> None:
+    """They are written at once: of 131 072 tokens with 20 alternatives a process grew by 600 MB."""
+    with pytest.raises(
+        ApiError, match=f"would have {found} log probabilities, .* {MOST_PROMPT_LOG_PROBS}"
+    ) as e:
+        asyncio.run(submitted({**body, "max_tokens": 1}))
+    assert e.value.status == 400 and e.value.param in body
+
+
+@pytest.mark.parametrize(
     ("body", "sequences"),
     [
         ({**CHAT, "max_tokens": 32_000}, 16),
@@ -130,6 +147,7 @@ def test_more_than_the_bound_are_refused(body: dict[str, Any], found: int, field
         ({**MESSAGES, "logprobs": False, "n": 128}, 128),
         ({**MANY, "max_tokens": 8000}, 128),
         ({"prompt": "Hi", "best_of": 128}, 128),
+        ({"prompt": [5] * 131_000, "echo": True, "logprobs": 1, "max_tokens": 1}, 1),
         ({"prompt": [[5] * 8000] * 8, "echo": True, "logprobs": 5, "max_tokens": 1}, 8),
     ],
 )

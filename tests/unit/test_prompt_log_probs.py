@@ -85,9 +85,11 @@ def found(prompt: np.ndarray, logits: np.ndarray, top: int) -> PromptLogProbs:
     chunk, parts = Chunk(), []
     for begin, end in ((0, 20), (20, len(prompt))):
         following = torch.from_numpy(prompt[begin + 1 : end + 1])
-        hidden = torch.from_numpy(logits[begin:end])
-        parts.append(logprobs.prompt_log_probs(top, following, model, hidden).numpy())
-    chunk.add(protocol.RowReport(1, prompt_log_probs=b"".join(parts)))
+        hidden = torch.from_numpy(logits[begin : begin + len(following)])
+        told = logprobs.prompt_log_probs(following, top, model, hidden)
+        assert told is not None
+        parts.append(told.numpy())
+    chunk.add(protocol.RowReport(1, prompt_log_probs=np.concatenate(parts).tobytes()))
     assert not chunk.reports and chunk.size == (len(prompt) - 1) * (8 + 8 * min(top, logits.shape[1]))
     return PromptLogProbs(prompt, chunk.prompt_log_probs)
 

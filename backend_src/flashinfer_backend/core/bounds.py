@@ -46,6 +46,8 @@ MOST_CHOICES = 128  # of one request to the OpenAI API: n times its prompts
 MOST_LOOSE = 1 << 20  # bytes of a body whose unknown fields may be empty ones: each is looked at
 MOST_TOP_LOGPROBS = 20
 MOST_LOG_PROBS = 1 << 24  # of one answer without streaming, which are kept until its end: 128 MiB
+# Of one prompt, which are written at once: as JSON some 70 bytes each, held up to four times.
+MOST_PROMPT_LOG_PROBS = 1 << 18
 MOST_UNREAD = 1 << 29  # bytes that a process of the OpenAI API keeps for clients that do not read
 MOST_PIPELINED = 16  # requests of one connection without an answer: 14,000 in one read took 0.8 s and 30 MB
 MOST_HEADERS = 256  # of a request, with its trailers: 12,500 of three bytes took 6 ms

@@ -73,8 +73,9 @@ class StepPlan:
     stateful: np.ndarray = field(default_factory=lambda: NONE)  # indices of those whose slot has a state
     new: list[NewSequence] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)  # handles of sequences with a state that are gone
-    # (row, most, int32 little endian) of chunks of prompts whose log probabilities are wanted: of the `most`
-    # likeliest tokens in each place, and of the prompt's own, which follow the chunk's tokens
+    # (row, most, following): chunks of prompts of which log probabilities are wanted. following: int32 little
+    # endian, the prompt's tokens behind each of the chunk's. most: how many of the likeliest tokens in each
+    # place are told besides.
     told: list[tuple[int, int, bytes]] = field(default_factory=list)
     # For the proposer of drafts, where there is one.
     drafts: int = 0  # how many the sampling rows are given for their next step

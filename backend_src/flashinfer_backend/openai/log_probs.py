@@ -15,7 +15,8 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from flashinfer_backend.core.bounds import MOST_LOG_PROBS
+from flashinfer_backend.core.bounds import MOST_LOG_PROBS, MOST_PROMPT_LOG_PROBS
+from flashinfer_backend.core.step import TOP_LOGPROBS
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.serving.generation import Chunk, GenerationRequest
 from flashinfer_backend.text.delta import CONTEXT_IDS, DeltaDecoder
@@ -142,23 +143,19 @@ NAMES = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 class PromptLogProbs:
-    """Log probabilities of a prompt's tokens from the second on, packed: JSON takes four times as much."""
+    """Log probabilities of a prompt's tokens from the second on, packed: JSON takes ten times as much."""
 
     def __init__(self, prompt: np.ndarray, data: bytes) -> None:
-        """prompt: int32 [n]. data: of a report, int32 [n - 1, 2 + 2 * most]."""
-        rows = np.frombuffer(data, "<i4")
-        rows = rows.reshape(len(prompt) - 1, len(rows) // max(1, len(prompt) - 1))
-        most = max(0, rows.shape[1] // 2 - 1)
+        """prompt: int32 [n]. data: of a report, int32 [n - 1, 1 + most, 2]."""
         self.prompt = prompt
-        self._values, self._ranks = rows[:, :1].view("<f4"), rows[:, 1:2]
-        self._ids, self._likely = rows[:, 2 : 2 + most], rows[:, 2 + most :].view("<f4")
+        found = np.frombuffer(data, TOP_LOGPROBS)
+        self._rows = found.reshape(len(prompt) - 1, -1) if data else found.reshape(0, 1)
 
     def told(self, most: int) -> Iterator[tuple[int, float, int, list[tuple[int, float]]]]:
         """Each token, its log probability and rank, and the `most` likeliest in its place with theirs."""
-        own = self._values.ravel().tolist(), self._ranks.ravel().tolist()
-        for place, row in enumerate(zip(self.prompt[1:].tolist(), *own, strict=True)):
-            ids, likely = self._ids[place, :most].tolist(), self._likely[place, :most].tolist()
-            yield *row, list(zip(ids, likely, strict=True))
+        for token, row in zip(self.prompt[1:].tolist(), self._rows[:, : 1 + most], strict=True):
+            (rank, value), *likely = row.tolist()
+            yield token, value, rank, likely
 
 
 def prompt_lists(
@@ -192,7 +189,8 @@ def prompt_log_probs(found: PromptLogProbs, top: int, texts: TokenTexts[str]) ->
 
 
 def check_not_streamed(name: str, field: str, stream: bool | None) -> None:
-    """name: what asks for a prompt's log probabilities, and its field. Raises ApiError where it cannot."""
+    """name: what asks for a prompt's log probabilities, and its field. Raises ApiError if the answer would
+    stream."""
     if stream:
         raise ApiError(f"{name} cannot be streamed; set stream to false", param=field)
 
@@ -213,7 +211,14 @@ def check_log_probs(
         if params.log_probs and not stream:
             found += count * params.max_tokens * (1 + params.top_logprobs)
         if params.prompt_log_probs is not None:  # kept once for all answers
-            found += len(row.prompt) * told
+            found += (own := len(row.prompt) * told)
+            if own > MOST_PROMPT_LOG_PROBS:
+                raise ApiError(
+                    f"{fields[0]}: a prompt of {len(row.prompt)} tokens would have {own} log probabilities,"
+                    " of its tokens and their alternatives; it should have at most"
+                    f" {MOST_PROMPT_LOG_PROBS}. Give a lower {fields[0]}, or a shorter prompt",
+                    param=fields[0],
+                )
     if found > MOST_LOG_PROBS:
         raise ApiError(
             f"{fields[0]}: the answer could have {found} log probabilities, of its tokens and their"

@@ -102,13 +102,13 @@ def _in_parts(model: Transformer, hidden: Tensor, chosen: Chosen | None) -> Iter
 
 
 def prompt_log_probs(
-    most: int, following: Tensor, model: Transformer, hidden: Tensor, chosen: Chosen | None = None
-) -> Tensor:
-    """int32 [n, 2 + 2 * most] on the host, once the step has ended: of the tokens `following` [n], which
-    follow those of hidden [n or more, H], the log probability (float32) and the rank, from 1 on; then the ids
-    of the `most` likeliest in each place (fewer where the vocabulary has fewer) and theirs."""
+    following: Tensor, most: int, model: Transformer, hidden: Tensor, chosen: Chosen | None = None
+) -> Tensor | None:
+    """int32 [n, 1 + most, 2] on the host, once the step has ended; None on ranks other than 0. Of each token
+    of `following` [n], which follow those of hidden [n, H], its rank, from 1 on, and its log probability;
+    then the `most` likeliest in its place (fewer where the vocabulary has fewer), as in TOP_LOGPROBS."""
     found = []
-    for rows, logits in _in_parts(model, hidden[: len(following)], chosen):
+    for rows, logits in _in_parts(model, hidden, chosen):
         if model.collectives.shard.rank:
             continue  # rank 0 has the logits
         # Only sums need 32 bits: searching takes half as long in 16.
@@ -116,9 +116,9 @@ def prompt_log_probs(
         own = logits.gather(1, following[rows].long().unsqueeze(1))
         values, ids = logits.topk(min(most, logits.shape[1]), dim=1)
         ranks = (logits >= own).sum(dim=1, keepdim=True)
-        columns = (own - total).view(torch.int32), ranks.int(), ids.int(), (values - total).view(torch.int32)
-        found.append(torch.cat(columns, dim=1))
-    return _to_host(torch.cat(found)) if found else following.new_empty(0)
+        log_probs = torch.cat([own, values], dim=1) - total
+        found.append(torch.stack([torch.cat([ranks, ids], dim=1).int(), log_probs.view(torch.int32)], dim=2))
+    return _to_host(torch.cat(found)) if found else None
 
 
 def context_logits(model: Transformer, hidden: Tensor, chosen: Chosen | None = None) -> np.ndarray:

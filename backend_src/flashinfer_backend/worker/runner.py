@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -47,9 +47,10 @@ def _nothing() -> None:
 
 
 @dataclass
-class PromptReports:
+class RowReports:
     """What a step tells of rows besides their next tokens: (row, logits float32 [length, V]) of the plan's
-    logits_rows, and (row, what prompt_log_probs gives) of those that it tells of. failed: (row, why)."""
+    logits_rows, (row, int32 [tokens, 1 + most, 2]) of those in its `told`, and (row, why) of those that
+    failed, here or when they were sampled."""
 
     logits: list[tuple[int, np.ndarray]] = field(default_factory=list)
     log_probs: list[tuple[int, torch.Tensor]] = field(default_factory=list)
@@ -63,17 +64,17 @@ class Launched:
     plan: StepPlan
     download: Download
     sampled: Sampled
-    prompts: PromptReports
+    reports: RowReports
 
 
 class _Computed(NamedTuple):
     """logits [n or more, V] (rank 0's, of a graph as Replayed has them), tokens int32 [n], what was fed or
-    replayed, and Launched's prompts."""
+    replayed, and Launched's reports."""
 
     logits: torch.Tensor
     tokens: torch.Tensor
     fed: Fed | Replayed
-    prompts: PromptReports
+    reports: RowReports
 
 
 class Runner:
@@ -150,7 +151,7 @@ class Runner:
         of earlier steps: it has to read all of them.
 
         An exception means that the step as a whole was not launched. What concerns single rows is in
-        Launched.prompts instead.
+        Launched.reports instead.
         """
         self.settle()
         if self.others is not None:
@@ -169,7 +170,7 @@ class Runner:
                 logits = logits[fed.places]
             sampled = self.sampler.sample_stateful(logits, tokens, plan)
             rows = plan.sampling_rows
-            computed.prompts.failed += [(int(rows[row]), why) for row, why in sampled.failed]
+            computed.reports.failed += [(int(rows[row]), why) for row, why in sampled.failed]
             self.state.model.collectives.broadcast(tokens)
         readback, counts = sampled.readback, None
         if isinstance(fed, Replayed) and fed.step.defers and not sampled.guided:
@@ -187,7 +188,7 @@ class Runner:
             slots = np.array([row.slot for row in sampled.guided], np.int32)
             drafts = self.state.drafts[self.state.staging.upload([slots])]
             readback = torch.cat([drafts.view(-1), readback])
-        return Launched(plan, self._readback.download(readback), sampled, computed.prompts)
+        return Launched(plan, self._readback.download(readback), sampled, computed.reports)
 
     @torch.inference_mode()
     def settle(self) -> None:
@@ -255,7 +256,7 @@ class Runner:
         self.state.prefixes.note(plan)
         self.state.update_adapters(plan)
         self.state.restore_states(plan)
-        prompts = PromptReports()
+        reports = RowReports()
         fed: Fed | Replayed
         graphs = self._graphs_of(plan)[0]
         replays = graphs is not None and graphs.takes(plan)
@@ -269,12 +270,12 @@ class Runner:
             hidden, sampling, fed, chosen = self._forward(plan, started, between_layers)
             rows = sampling if plan.reports_prompts else None
             if rows is not None:
-                self._report_prompts(plan, hidden, chosen, prompts)
+                self._report_prompts(plan, hidden, chosen, reports)
             own = None if chosen is None else chosen.of(sampling)
             logits = self.state.model.logits(hidden if rows is None else hidden[rows], chosen=own)
             tokens = self._sample(logits, fed.positions[sampling] + 1, plan)
         self.state.save_states(plan)
-        return _Computed(logits, tokens, fed, prompts)
+        return _Computed(logits, tokens, fed, reports)
 
     def _graphs_of(self, plan: StepPlan) -> tuple[DecodeGraphs | None, MixedGraphs | None]:
         return self.adapted_graphs if plan.adapted else (self.graphs, self.mixed_graphs)
@@ -384,27 +385,40 @@ class Runner:
         return hidden, sampling, fed if full is not None else fed.cut(plan.num_tokens), chosen
 
     def _report_prompts(
-        self, plan: StepPlan, hidden: torch.Tensor, chosen: Chosen | None, reports: PromptReports
+        self, plan: StepPlan, hidden: torch.Tensor, chosen: Chosen | None, reports: RowReports
     ) -> None:
         ends = np.cumsum(plan.lengths)
 
-        def report(row: int, found: list[tuple[int, Any]], make: Callable[..., Any]) -> None:
+        def attempt(rows: list[int], report: Callable[..., None], *given: object) -> None:
             try:
-                own = slice(ends[row] - plan.lengths[row], ends[row])
-                adapters = None if chosen is None else chosen.of(own)
-                found.append((row, make(self.state.model, hidden[own], adapters)))
+                report(*given)
             except Exception as error:
                 if self.state.model.collectives.shard.size > 1:
                     raise  # the other ranks may wait for the rest of it
                 if self.device.type == "cuda":
-                    torch.cuda.synchronize()  # raises where the device, not the row, is what failed
-                reports.failed.append((row, f"{type(error).__name__}: {error}"))
+                    torch.cuda.synchronize()  # raises where the device, not a row, is what failed
+                reports.failed += [(row, f"{type(error).__name__}: {error}") for row in rows]
+
+        def logits_of(row: int) -> None:
+            own = slice(ends[row] - plan.lengths[row], ends[row])
+            adapters = None if chosen is None else chosen.of(own)
+            reports.logits.append((row, context_logits(self.state.model, hidden[own], adapters)))
+
+        def log_probs_of(rows: list[int], most: list[int], tokens: list[np.ndarray]) -> None:
+            begins = (ends - plan.lengths)[rows].tolist()
+            own = [at + np.arange(len(ids), dtype=np.int32) for at, ids in zip(begins, tokens, strict=True)]
+            places, following = self.state.staging.upload([*own, *tokens]).view(2, -1)
+            adapters = None if chosen is None else chosen.of(places)
+            found = prompt_log_probs(following, max(most), self.state.model, hidden[places], adapters)
+            if found is not None:
+                parts = zip(rows, most, found.split(list(map(len, tokens))), strict=True)
+                reports.log_probs += [(row, part[:, : 1 + count]) for row, count, part in parts]
 
         for row in plan.logits_rows.tolist():
-            report(row, reports.logits, context_logits)
-        for row, most, tokens in plan.told:
-            following = self.state.staging.upload([np.frombuffer(tokens, "<i4")])
-            report(row, reports.log_probs, functools.partial(prompt_log_probs, most, following))
+            attempt([row], logits_of, row)
+        if plan.told:  # all at once: each product with the head reads all of its weights
+            rows, most, tokens = map(list, zip(*plan.told, strict=True))
+            attempt(rows, log_probs_of, rows, most, [np.frombuffer(own, "<i4") for own in tokens])
 
 
 def _shown(costs: dict[tuple[int, int], float]) -> str:
