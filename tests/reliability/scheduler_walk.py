@@ -30,7 +30,6 @@ from unittest import mock
 
 import msgspec
 import numpy as np
-import torch
 
 from client.arguments import integer
 from flashinfer_backend.cache.groups import decoding_blocks, tail_blocks
@@ -51,7 +50,7 @@ from flashinfer_backend.scheduler import scheduler
 from flashinfer_backend.scheduler.kv_cache_manager import KVCacheManager
 from flashinfer_backend.scheduler.scheduler import Scheduler
 from flashinfer_backend.transport import protocol
-from flashinfer_backend.worker.runner import RowReports
+from flashinfer_backend.worker.runner import RowResults
 
 VOCABULARY = 50
 ADAPTERS, BROKEN = ("sql", "chat", "code"), "the adapter is broken, as it was told to"
@@ -564,9 +563,9 @@ class World:
         logits = [
             (row, np.zeros((plan.lengths[row], VOCABULARY), np.float32)) for row in plan.logits_rows.tolist()
         ]
-        told = [(row, torch.tensor(np.frombuffer(following, "<i4"))) for row, _, following in plan.told]
-        reports = RowReports(logits, told, failed)
-        return SimpleNamespace(plan=plan, download=self, tokens=tokens, reports=reports)
+        told = [(row, np.frombuffer(following, "<i4")) for row, _, following in plan.told]
+        results = RowResults(logits, told, failed)
+        return SimpleNamespace(plan=plan, download=self, tokens=tokens, results=results)
 
     def load_adapter(self, place: int, folder: str) -> Future[Adapter]:
         """As AdapterLoader.load."""

@@ -292,3 +292,17 @@ def test_only_an_engine_that_runs_for_the_first_time_is_waited_for(tmp_path: Pat
     link.close()
     thread.join()
     assert link.error is None and len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_context_logits_are_frames_of_their_own() -> None:
+    logits = [np.full(6, n, "<f4") for n in range(2)]
+    reports = [protocol.RowReport(n, context_logits=memoryview(a).cast("B")) for n, a in enumerate(logits)]
+    frames = protocol.pack_reports([reports[0], protocol.RowReport(9, queue_ns=3), reports[1]])
+    for frame, sent in zip(frames[1:], logits, strict=True):
+        assert np.shares_memory(np.frombuffer(frame, np.uint8), sent), "not copied"
+    assert len(frames) == 3 and len(frames[0]) < 100
+    found = protocol.unpack_reports(frames)
+    assert [each.local_id for each in found] == [0, 9, 1] and found[1].context_logits is None
+    for each, sent in ((found[0], logits[0]), (found[2], logits[1])):
+        assert each.context_logits == memoryview(sent).cast("B")
+    assert protocol.unpack_reports([]) == []

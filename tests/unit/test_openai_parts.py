@@ -30,7 +30,7 @@ from flashinfer_backend.openai.chat import Answer, Conversation, Turn
 from flashinfer_backend.openai.errors import ApiError
 from flashinfer_backend.openai.formats import choice, harmony
 from flashinfer_backend.openai.formats.events import ARGUMENTS, CALL, CONTENT, Event, merged
-from flashinfer_backend.openai.link import ClientLeft, Stream, Streams
+from flashinfer_backend.openai.link import ClientLeft, EngineLink, Stream, Streams
 from flashinfer_backend.openai.log_probs import TokenTexts, chat_log_probs, chat_token
 from flashinfer_backend.openai.model import Model
 from flashinfer_backend.openai.requests import (
@@ -978,3 +978,25 @@ def test_input_of_a_call_is_what_the_model_wrote(text: str) -> None:
 )
 def test_input_of_a_call_that_is_no_object_is_empty(text: str) -> None:
     assert anthropic._input(text) == {}
+
+
+def test_of_a_prompt_whose_first_sequence_is_refused_no_others_are_tried() -> None:
+    submitted, cancelled = [], []
+
+    def submit(sink: Any, *rest: Any) -> int:
+        submitted.append(sink)
+        sink.on_failure(protocol.QUEUE_FULL, True)
+        return 0
+
+    engines: Any = SimpleNamespace(submit=submit, cancel=cancelled.append, refusal=lambda count: None)
+
+    async def run() -> None:
+        link = EngineLink(engines, asyncio.get_running_loop())
+        plain = GenerationRequest(np.arange(1, dtype="<i4"), SamplingParams(max_tokens=1))
+        streams = link.generate([(plain, 100), (plain, 1)], DECODER)
+        with pytest.raises(ApiError, match=protocol.QUEUE_FULL) as error:
+            async for _ in streams:
+                pass
+        assert error.value.status == 429 and len(submitted) == 1 and not cancelled
+
+    asyncio.run(asyncio.wait_for(run(), 30))

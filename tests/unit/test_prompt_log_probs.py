@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log probabilities of prompts: how they are computed, sent, kept and written; and how logits are sent."""
+"""Log probabilities of prompts: how they are computed, kept and written."""
 
-import asyncio
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +13,6 @@ import torch
 from flashinfer_backend.core.paths import resolve_model_dir
 from flashinfer_backend.core.request import Request
 from flashinfer_backend.core.sampling_params import SamplingParams
-from flashinfer_backend.openai.errors import ApiError
-from flashinfer_backend.openai.link import EngineLink
 from flashinfer_backend.openai.log_probs import (
     PromptLogProbs,
     TokenTexts,
@@ -24,7 +21,7 @@ from flashinfer_backend.openai.log_probs import (
     text_of,
 )
 from flashinfer_backend.sampling import logprobs
-from flashinfer_backend.serving.generation import Chunk, GenerationRequest
+from flashinfer_backend.serving.generation import Chunk
 from flashinfer_backend.text.delta import DeltaDecoder
 from flashinfer_backend.text.tokenizer import TextTokenizer
 from flashinfer_backend.transport import protocol
@@ -32,42 +29,6 @@ from flashinfer_backend.transport import protocol
 VOCAB = 2048
 DECODER = DeltaDecoder(TextTokenizer(resolve_model_dir("bundled")).backend, skip_special_tokens=False)
 TEXTS = TokenTexts(text_of, DECODER)
-
-
-def test_of_a_prompt_whose_first_sequence_is_refused_no_others_are_tried() -> None:
-    submitted, cancelled = [], []
-
-    def submit(sink: Any, *rest: Any) -> int:
-        submitted.append(sink)
-        sink.on_failure(protocol.QUEUE_FULL, True)
-        return 0
-
-    engines: Any = SimpleNamespace(submit=submit, cancel=cancelled.append, refusal=lambda count: None)
-
-    async def run() -> None:
-        link = EngineLink(engines, asyncio.get_running_loop())
-        plain = GenerationRequest(np.arange(1, dtype="<i4"), SamplingParams(max_tokens=1))
-        streams = link.generate([(plain, 100), (plain, 1)], DECODER)
-        with pytest.raises(ApiError, match=protocol.QUEUE_FULL) as error:
-            async for _ in streams:
-                pass
-        assert error.value.status == 429 and len(submitted) == 1 and not cancelled
-
-    asyncio.run(asyncio.wait_for(run(), 30))
-
-
-def test_context_logits_are_frames_of_their_own() -> None:
-    logits = [np.full(6, n, "<f4") for n in range(2)]
-    reports = [protocol.RowReport(n, context_logits=memoryview(a).cast("B")) for n, a in enumerate(logits)]
-    frames = protocol.pack_reports([reports[0], protocol.RowReport(9, queue_ns=3), reports[1]])
-    for frame, sent in zip(frames[1:], logits, strict=True):
-        assert np.shares_memory(np.frombuffer(frame, np.uint8), sent), "not copied"
-    assert len(frames) == 3 and len(frames[0]) < 100
-    found = protocol.unpack_reports(frames)
-    assert [each.local_id for each in found] == [0, 9, 1] and found[1].context_logits is None
-    for each, sent in ((found[0], logits[0]), (found[2], logits[1])):
-        assert each.context_logits == memoryview(sent).cast("B")
-    assert protocol.unpack_reports([]) == []
 
 
 class Head:
@@ -88,7 +49,7 @@ def found(prompt: np.ndarray, logits: np.ndarray, top: int) -> PromptLogProbs:
         hidden = torch.from_numpy(logits[begin : begin + len(following)])
         told = logprobs.prompt_log_probs(following, top, model, hidden)
         assert told is not None
-        parts.append(told.numpy())
+        parts.append(told)
     chunk.add(protocol.RowReport(1, prompt_log_probs=np.concatenate(parts).tobytes()))
     assert not chunk.reports and chunk.size == (len(prompt) - 1) * (8 + 8 * min(top, logits.shape[1]))
     return PromptLogProbs(prompt, chunk.prompt_log_probs)
@@ -139,9 +100,10 @@ def test_log_probs_of_a_prompt_by_id(vocab: int) -> None:
 def test_a_prompt_that_begins_again_is_told_of_once() -> None:
     """It had to leave its slot."""
     request = Request(1, np.arange(40, dtype=np.int32), SamplingParams(max_tokens=1), max_new=1)
-    for start, found in ((0, "first"), (16, "second"), (0, "again"), (16, "then")):
+    chunks = [np.full((16, 1, 2), number, np.int32) for number in range(4)]
+    for start, found in zip((0, 16, 0, 16), chunks, strict=True):
         request.keep_log_probs(start, found)
-    assert request.prompt_log_probs == ["again", "then"]
+    assert [each[0, 0, 0] for each in request.prompt_log_probs] == [2, 3]
 
 
 def test_nothing_is_told_of_a_prompt_of_one_token() -> None:

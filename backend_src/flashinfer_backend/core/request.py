@@ -3,7 +3,6 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -59,10 +58,10 @@ class Request:
     cache_root: bytes = b""
     grammar: object = None  # of a guided request, from its compilation until the sampler has it
     context_logits: np.ndarray | None = None  # float32 [prompt, vocab] until sent with the first token
-    # Tensors of sampling.logprobs.prompt_log_probs, one a chunk of the prompt, until sent likewise.
-    prompt_log_probs: list[Any] = field(default_factory=list)
+    # Of sampling.logprobs.prompt_log_probs, one a chunk of the prompt, until sent likewise.
+    prompt_log_probs: list[np.ndarray] = field(default_factory=list)
 
-    def keep_log_probs(self, start: int, found: Any) -> None:
+    def keep_log_probs(self, start: int, found: np.ndarray) -> None:
         """start: tokens of the prompt before the chunk that they are of."""
         if start == 0:  # it may have begun before, and had to leave its slot
             self.prompt_log_probs = []

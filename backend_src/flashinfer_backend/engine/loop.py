@@ -219,14 +219,14 @@ class EngineLoop:
                 raise
             self._abandon(plan, error)
             return
-        reports = launched.reports
-        for row, logits in reports.logits:
+        results = launched.results
+        for row, logits in results.logits:
             self._keep_context_logits(plan, row, logits)
-        for row, found in reports.log_probs:
+        for row, found in results.log_probs:
             self._request(plan, row).keep_log_probs(int(plan.starts[row]), found)
-        if reports.failed:
+        if results.failed:
             self._read_all()  # what came before is sent before
-        for row, why in reports.failed:
+        for row, why in results.failed:
             self._fail(int(plan.slots[row]), why)
         self.in_flight.append(launched)
 

@@ -127,8 +127,7 @@ def row_reports(
             report(index).context_logits = memoryview(request.context_logits).cast("B")
             request.context_logits = None
         if request.prompt_log_probs:
-            found = [each.numpy() for each in request.prompt_log_probs]
-            report(index).prompt_log_probs = np.concatenate(found).tobytes()
+            report(index).prompt_log_probs = np.concatenate(request.prompt_log_probs).tobytes()
             request.prompt_log_probs = []
         if request.params.perf_metrics:
             request.last_token_ns = request.first_token_ns

@@ -39,7 +39,6 @@ from flashinfer_backend.openai.log_probs import (
     PromptLogProbs,
     chat_log_probs,
     check_log_probs,
-    check_not_streamed,
     in_thread_if_many,
     prompt_log_probs,
 )
@@ -184,8 +183,6 @@ class Turn:
         )
         row.params.log_probs, row.params.top_logprobs = log_probs, top
         row.params.prompt_log_probs = prompt_top
-        if prompt_top is not None:
-            check_not_streamed("prompt_logprobs", "prompt_logprobs", request.stream)
         told = 0 if prompt_top is None else 1 + prompt_top
         asks = "prompt_logprobs" if told and not log_probs else "top_logprobs"
         fields = (asks, max_tokens_field, *("n" for _ in range(n > 1)))

@@ -16,7 +16,6 @@ from flashinfer_backend.openai.log_probs import (
     PromptLogProbs,
     TokenLists,
     check_log_probs,
-    check_not_streamed,
     in_thread_if_many,
     mean,
     prompt_lists,
@@ -67,10 +66,6 @@ def completions(served: ServedModel, request: CompletionRequest) -> Answering:
         top = max((request.logprobs or 0) * echoed, by_id or 0)
         await served.prepare(count * len(prompts))
         prompts = [shortened(prompt, request, limits) for prompt in prompts]
-        if echoed:
-            check_not_streamed("echo with logprobs", "echo", request.stream)
-        if by_id is not None:
-            check_not_streamed("prompt_logprobs", "prompt_logprobs", request.stream)
         rows = []
         for prompt in prompts:
             length = Length(len(prompt), 1 if request.max_tokens == 0 else request.max_tokens)

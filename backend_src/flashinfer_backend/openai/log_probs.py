@@ -188,13 +188,6 @@ def prompt_log_probs(found: PromptLogProbs, top: int, texts: TokenTexts[str]) ->
     return msgspec.Raw(text + b"]")
 
 
-def check_not_streamed(name: str, field: str, stream: bool | None) -> None:
-    """name: what asks for a prompt's log probabilities, and its field. Raises ApiError if the answer would
-    stream."""
-    if stream:
-        raise ApiError(f"{name} cannot be streamed; set stream to false", param=field)
-
-
 def check_log_probs(
     rows: Iterable[tuple[GenerationRequest, int]],
     told: int,

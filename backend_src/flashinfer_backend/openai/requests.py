@@ -206,6 +206,10 @@ class AllowedChoice(msgspec.Struct, forbid_unknown_fields=True, tag="allowed_too
     allowed_tools: AllowedFunctions
 
 
+# Of log probabilities of prompts, which are told with whole answers alone.
+NOT_STREAMED = "cannot be streamed; set stream to false"
+
+
 class ChatRequest(Sampling, kw_only=True):
     messages: list[dict[str, Any]]
     n: Choices | None = 1
@@ -258,6 +262,7 @@ class ChatRequest(Sampling, kw_only=True):
                 raise field_error(name, f"should be left out: {instead}")
         if self.top_logprobs and not self.logprobs:
             raise field_error("top_logprobs", "needs logprobs true")
+        _check_prompt_logprobs(self)
 
 
 class CompletionRequest(Sampling, kw_only=True):
@@ -286,6 +291,9 @@ class CompletionRequest(Sampling, kw_only=True):
             raise field_error(
                 "best_of", "greater than n cannot be streamed: the best are known at the end only"
             )
+        if self.stream and self.echo and self.logprobs is not None:
+            raise field_error("echo", f"with logprobs {NOT_STREAMED}")
+        _check_prompt_logprobs(self)
 
 
 class ToolName(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, tag="function"):
@@ -635,6 +643,11 @@ def _check_words(name: str, words: Sequence[str]) -> None:
     check_field(name, longest, MOST_WORD, "bytes in a word")
     if not all(words):
         raise field_error(name, "holds an empty text; leave it out")
+
+
+def _check_prompt_logprobs(request: ChatRequest | CompletionRequest) -> None:
+    if request.stream and request.prompt_logprobs is not None:
+        raise field_error("prompt_logprobs", NOT_STREAMED)
 
 
 def _check_end(request: ChatRequest | TokenizeRequest) -> None:

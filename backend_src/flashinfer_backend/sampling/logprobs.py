@@ -103,8 +103,8 @@ def _in_parts(model: Transformer, hidden: Tensor, chosen: Chosen | None) -> Iter
 
 def prompt_log_probs(
     following: Tensor, most: int, model: Transformer, hidden: Tensor, chosen: Chosen | None = None
-) -> Tensor | None:
-    """int32 [n, 1 + most, 2] on the host, once the step has ended; None on ranks other than 0. Of each token
+) -> np.ndarray | None:
+    """int32 [n, 1 + most, 2], filled once the step has ended; None on ranks other than 0. Of each token
     of `following` [n], which follow those of hidden [n, H], its rank, from 1 on, and its log probability;
     then the `most` likeliest in its place (fewer where the vocabulary has fewer), as in TOP_LOGPROBS."""
     found = []
@@ -118,7 +118,7 @@ def prompt_log_probs(
         ranks = (logits >= own).sum(dim=1, keepdim=True)
         log_probs = torch.cat([own, values], dim=1) - total
         found.append(torch.stack([torch.cat([ranks, ids], dim=1).int(), log_probs.view(torch.int32)], dim=2))
-    return _to_host(torch.cat(found)) if found else None
+    return _to_host(torch.cat(found)).numpy() if found else None
 
 
 def context_logits(model: Transformer, hidden: Tensor, chosen: Chosen | None = None) -> np.ndarray:

@@ -47,13 +47,13 @@ def _nothing() -> None:
 
 
 @dataclass
-class RowReports:
+class RowResults:
     """What a step tells of rows besides their next tokens: (row, logits float32 [length, V]) of the plan's
     logits_rows, (row, int32 [tokens, 1 + most, 2]) of those in its `told`, and (row, why) of those that
     failed, here or when they were sampled."""
 
     logits: list[tuple[int, np.ndarray]] = field(default_factory=list)
-    log_probs: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    log_probs: list[tuple[int, np.ndarray]] = field(default_factory=list)
     failed: list[tuple[int, str]] = field(default_factory=list)
 
 
@@ -64,17 +64,17 @@ class Launched:
     plan: StepPlan
     download: Download
     sampled: Sampled
-    reports: RowReports
+    results: RowResults
 
 
 class _Computed(NamedTuple):
     """logits [n or more, V] (rank 0's, of a graph as Replayed has them), tokens int32 [n], what was fed or
-    replayed, and Launched's reports."""
+    replayed, and Launched's results."""
 
     logits: torch.Tensor
     tokens: torch.Tensor
     fed: Fed | Replayed
-    reports: RowReports
+    results: RowResults
 
 
 class Runner:
@@ -151,7 +151,7 @@ class Runner:
         of earlier steps: it has to read all of them.
 
         An exception means that the step as a whole was not launched. What concerns single rows is in
-        Launched.reports instead.
+        Launched.results instead.
         """
         self.settle()
         if self.others is not None:
@@ -170,7 +170,7 @@ class Runner:
                 logits = logits[fed.places]
             sampled = self.sampler.sample_stateful(logits, tokens, plan)
             rows = plan.sampling_rows
-            computed.reports.failed += [(int(rows[row]), why) for row, why in sampled.failed]
+            computed.results.failed += [(int(rows[row]), why) for row, why in sampled.failed]
             self.state.model.collectives.broadcast(tokens)
         readback, counts = sampled.readback, None
         if isinstance(fed, Replayed) and fed.step.defers and not sampled.guided:
@@ -188,7 +188,7 @@ class Runner:
             slots = np.array([row.slot for row in sampled.guided], np.int32)
             drafts = self.state.drafts[self.state.staging.upload([slots])]
             readback = torch.cat([drafts.view(-1), readback])
-        return Launched(plan, self._readback.download(readback), sampled, computed.reports)
+        return Launched(plan, self._readback.download(readback), sampled, computed.results)
 
     @torch.inference_mode()
     def settle(self) -> None:
@@ -256,7 +256,7 @@ class Runner:
         self.state.prefixes.note(plan)
         self.state.update_adapters(plan)
         self.state.restore_states(plan)
-        reports = RowReports()
+        results = RowResults()
         fed: Fed | Replayed
         graphs = self._graphs_of(plan)[0]
         replays = graphs is not None and graphs.takes(plan)
@@ -270,12 +270,12 @@ class Runner:
             hidden, sampling, fed, chosen = self._forward(plan, started, between_layers)
             rows = sampling if plan.reports_prompts else None
             if rows is not None:
-                self._report_prompts(plan, hidden, chosen, reports)
+                self._report_prompts(plan, hidden, chosen, results)
             own = None if chosen is None else chosen.of(sampling)
             logits = self.state.model.logits(hidden if rows is None else hidden[rows], chosen=own)
             tokens = self._sample(logits, fed.positions[sampling] + 1, plan)
         self.state.save_states(plan)
-        return _Computed(logits, tokens, fed, reports)
+        return _Computed(logits, tokens, fed, results)
 
     def _graphs_of(self, plan: StepPlan) -> tuple[DecodeGraphs | None, MixedGraphs | None]:
         return self.adapted_graphs if plan.adapted else (self.graphs, self.mixed_graphs)
@@ -385,7 +385,7 @@ class Runner:
         return hidden, sampling, fed if full is not None else fed.cut(plan.num_tokens), chosen
 
     def _report_prompts(
-        self, plan: StepPlan, hidden: torch.Tensor, chosen: Chosen | None, reports: RowReports
+        self, plan: StepPlan, hidden: torch.Tensor, chosen: Chosen | None, results: RowResults
     ) -> None:
         ends = np.cumsum(plan.lengths)
 
@@ -397,12 +397,12 @@ class Runner:
                     raise  # the other ranks may wait for the rest of it
                 if self.device.type == "cuda":
                     torch.cuda.synchronize()  # raises where the device, not a row, is what failed
-                reports.failed += [(row, f"{type(error).__name__}: {error}") for row in rows]
+                results.failed += [(row, f"{type(error).__name__}: {error}") for row in rows]
 
         def logits_of(row: int) -> None:
             own = slice(ends[row] - plan.lengths[row], ends[row])
             adapters = None if chosen is None else chosen.of(own)
-            reports.logits.append((row, context_logits(self.state.model, hidden[own], adapters)))
+            results.logits.append((row, context_logits(self.state.model, hidden[own], adapters)))
 
         def log_probs_of(rows: list[int], most: list[int], tokens: list[np.ndarray]) -> None:
             begins = (ends - plan.lengths)[rows].tolist()
@@ -411,8 +411,9 @@ class Runner:
             adapters = None if chosen is None else chosen.of(places)
             found = prompt_log_probs(following, max(most), self.state.model, hidden[places], adapters)
             if found is not None:
-                parts = zip(rows, most, found.split(list(map(len, tokens))), strict=True)
-                reports.log_probs += [(row, part[:, : 1 + count]) for row, count, part in parts]
+                parts = np.split(found, np.cumsum(list(map(len, tokens)))[:-1])
+                told = zip(rows, most, parts, strict=True)
+                results.log_probs += [(row, part[:, : 1 + count]) for row, count, part in told]
 
         for row in plan.logits_rows.tolist():
             attempt([row], logits_of, row)

@@ -92,7 +92,7 @@ def warm_up_mixed(config: EngineConfig, runner: Runner) -> None:
             for length in sorted({1, min(64, config.max_num_tokens, config.max_input_len)}):
                 plan = prompt_plan(runner.state.dummy_slot, length)
                 plan.wants[:] = Wants.NEXT | Wants.LOGITS
-                plan.told = [(0, most, bytes(4 * length)) for most in (0, 5)]
+                plan.told = [(0, 5, bytes(4 * length))]
                 runner.rehearse(plan)
     log.info("steps of several rows are warm after %.1f s", time.monotonic() - began)
 
